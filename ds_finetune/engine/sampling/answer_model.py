@@ -1,7 +1,7 @@
 """The model from which answers are sampled: forwards with a KV cache that return next-token logits."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -9,16 +9,15 @@ from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicIndexedLayer
 
 from ds_finetune.engine.groups.collectives import all_reduce_max
-from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, prompt_cache
+from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache
 from ds_finetune.errors import ModelError
 from ds_finetune.families.table import family_of
 from ds_finetune.foreign.transformers_attention import CACHE
 from ds_finetune.model.attention.by_document import BY_DOCUMENT
 from ds_finetune.model.attention.kernels import pack_documents
-from ds_finetune.model.attention.latents import attending_to_latents
 from ds_finetune.model.build.skeleton import head_of, soft_cap
 from ds_finetune.model.loss.head_chunks import cap_logits
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
@@ -61,7 +60,8 @@ class AnswerModel:
         """Prefill: compute the KV cache of several prompts. Returns the position of each prompt in the cache, and
         next-token logits fp32 [prompts, vocabulary]. The prompts must have equal lengths unless `takes_mixed_lengths`.
         """
-        cache, lengths = prompt_cache(), [len(text) for text in texts]
+        # Prefill keeps all tokens, even those of layers with a sliding window.
+        cache, lengths = Cache(layer_class_to_replicate=DynamicIndexedLayer), [len(text) for text in texts]
         positions = [torch.arange(length, device=self.device) for length in lengths]
         ids = torch.tensor([token for text in texts for token in text], device=self.device)
         ends = list(accumulate(lengths))
@@ -79,11 +79,6 @@ class AnswerModel:
         logits = self._logits(ids[None], torch.cat(positions)[None], last, cache, **attention)
         ranges = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
         return [ReadPrompt(cache, 0, tokens) for tokens in ranges], logits
-
-    def reading_tokens(self) -> AbstractContextManager[None]:
-        """Context in which `read_tokens` decodes: multi-head latent attention attends to cached latents themselves."""
-        # If forwards are collective, ZeRO-3 may gather the weights again, so nothing made from them is kept.
-        return attending_to_latents(self.lm, keeps_weights=not self.is_collective)
 
     def read_tokens(
         self, ids: torch.Tensor, positions: torch.Tensor, cache: RowCache, is_key: torch.Tensor | None

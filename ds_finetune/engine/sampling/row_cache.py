@@ -11,11 +11,6 @@ _GROWTH = 1.5
 """Factor by which the reserved columns of a KV cache grow. Each growth copies the cache."""
 
 
-def prompt_cache() -> Cache:
-    """An empty cache for prefill. It keeps all tokens, even of layers with a sliding window."""
-    return Cache(layer_class_to_replicate=DynamicIndexedLayer)
-
-
 class ReadPrompt(NamedTuple):
     """Where a prompt is in the KV cache of a prefill: its row, and its range of tokens."""
 

@@ -26,6 +26,7 @@ from ds_finetune.engine.sampling.noise import answer_keys, id_keys, sample_token
 from ds_finetune.engine.sampling.row_cache import ReadPrompt, RowCache, token_bytes
 from ds_finetune.errors import RunError
 from ds_finetune.features.routers import BalanceLoss
+from ds_finetune.model.attention.latents import attending_to_latents
 from ds_finetune.model.parallel.tensor import TensorParallelGroup
 from ds_finetune.plan.forward import PROMPT_TOKENS, rows_of_batch
 from ds_finetune.plan.plan import Plan
@@ -152,12 +153,19 @@ class BatchOfAnswers:
     def run(self, on_answer: OnAnswer) -> dict[int, SampledAnswer]:
         """Sample until all answers have ended. Returns them by index. `on_answer` is called when an answer ends."""
         logits, self._logits = torch.cat(self._logits), []
-        with self._model.reading_tokens():
+        # If forwards are collective, ZeRO-3 may gather the weights again, so nothing made from them is kept.
+        with attending_to_latents(self._model.lm, keeps_weights=not self._model.is_collective):
             for position in range(self._choice.limits.max_new_tokens):
                 ids = self._sample(logits, position, on_answer)
                 if all(answer.finish for answer in self._running):
                     break
-                ids = self._drop_ended(ids)
+                running = [row for row, answer in enumerate(self._running) if answer.finish is None]
+                if len(running) <= _MIN_RUNNING_FRACTION * len(self._running):
+                    self._running = [self._running[row] for row in running]
+                    rows = torch.tensor(running, device=ids.device)
+                    self._cache.keep_rows(rows)
+                    self._keys, self._lengths, ids = self._keys[rows], self._lengths[rows], ids[rows]
+                    self._is_key = None if self._is_key is None else self._is_key[rows]
                 is_key = None if self._is_key is None else self._is_key[..., : self._cache.columns + 1]
                 logits = self._model.read_tokens(ids, self._lengths + position, self._cache, is_key)
                 self._experts = [] if self._model.routers is None else list(self._model.routers.choice_hashes)
@@ -178,17 +186,6 @@ class BatchOfAnswers:
                 if token != _BROKEN:
                     on_answer(answer.index, self._ended[answer.index])
         return ids.clamp(min=0)
-
-    def _drop_ended(self, ids: torch.Tensor) -> torch.Tensor:
-        running = [row for row, answer in enumerate(self._running) if answer.finish is None]
-        if len(running) > _MIN_RUNNING_FRACTION * len(self._running):
-            return ids
-        self._running = [self._running[row] for row in running]
-        rows = torch.tensor(running, device=ids.device)
-        self._cache.keep_rows(rows)
-        self._keys, self._lengths = self._keys[rows], self._lengths[rows]
-        self._is_key = None if self._is_key is None else self._is_key[rows]
-        return ids[rows]
 
 
 def sample_parts(

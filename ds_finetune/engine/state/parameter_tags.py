@@ -2,7 +2,7 @@
 stage also has, and parameters without weight decay.
 """
 
-from collections.abc import Mapping
+import itertools
 from typing import Any
 
 import torch
@@ -82,30 +82,19 @@ def parameter_groups(model: nn.Module, plan: Plan, groups: Groups) -> list[dict[
     they do not change the flat partitions of the other groups. Other settings come from DeepSpeed's optimizer section.
     """
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    decaying = {name for name, p in trained.items() if len(local_shape(p)) > 1 and not name.endswith("bias")}
     losses = sorted({loss for loss in map(loss_of, trained.values()) if loss is not None})
-    optimizer_groups = [
-        group
-        for loss in (None, *losses)
-        for group in _groups_of({name: p for name, p in trained.items() if loss_of(p) == loss}, plan)
-    ]
+    optimizer_groups: list[dict[str, Any]] = []
+    for loss, (of_experts, decays) in itertools.product((None, *losses), _KINDS):
+        kind = loss, of_experts, decays
+        params = [p for name, p in trained.items() if (loss_of(p), is_expert(p), name in decaying) == kind]
+        if params:
+            optimizer_groups.append({"params": params, "weight_decay": plan.optim.weight_decay if decays else 0.0})
     if groups.experts is not None and plan.zero_stage < 3:
         for group in optimizer_groups:
             is_moe = any(map(is_expert, group["params"]))
             group |= {"moe": is_moe, "name": groups.expert_name if is_moe else "shared"}
     return optimizer_groups
-
-
-def _groups_of(trained: Mapping[str, nn.Parameter], plan: Plan) -> list[dict[str, Any]]:
-    decay = plan.optim.weight_decay
-    decaying = {name for name, p in trained.items() if len(local_shape(p)) > 1 and not name.endswith("bias")}
-    optimizer_groups: list[dict[str, Any]] = [
-        {
-            "params": [p for name, p in trained.items() if (is_expert(p), name in decaying) == (of_experts, decays)],
-            "weight_decay": decay if decays else 0.0,
-        }
-        for of_experts, decays in _KINDS
-    ]
-    return [group for group in optimizer_groups if group["params"]]
 
 
 def local_shape(param: torch.Tensor) -> tuple[int, ...]:

@@ -389,25 +389,18 @@ class EngineState:
         is_saved = restoring or is_replicated or self._is_first_here(*of_rows, "tp")
         params = [(name, param) for name, param in self._ds.module.lm.named_parameters() if name in self._plan.frozen]
         for name, param in params if is_saved else ():
-            fragment = self._frozen_fragment(name, param, restoring)
+            fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
+            if value is not None:
+                # Every rank has the full fp32 value: it saves its own part of it, but restores all of it.
+                start, end = (0, value.numel()) if restoring else (fragment.start, fragment.end)
+                fragment = in_memory(value.view(-1)[start:end], start=start, shape=fragment.shape)
             numel = fragment.end - fragment.start
             if numel > 0:
-                dtype = torch.float32 if name in self._ds.module.in_fp32.values else param.dtype
+                dtype = param.dtype if value is None else torch.float32
                 part = Slice(
                     f"{WEIGHT}/{name}", fragment.shape, fragment.start, numel, dtype, is_replicated=is_replicated
                 )
                 yield StateGroup((part,), partial(_open_fragment, fragment, numel))
-
-    def _frozen_fragment(self, name: str, param: nn.Parameter, restoring: bool) -> Fragment:
-        """The elements of a frozen parameter that this rank saves or restores. If forwards use the parameter's fp32
-        value, every rank has the full parameter: it saves its own part, but restores the full parameter.
-        """
-        fragment, value = partition(param), self._ds.module.in_fp32.values.get(name)
-        if value is None:
-            return fragment
-        if restoring:
-            return in_memory(value.view(-1), start=0, shape=fragment.shape)
-        return in_memory(value.view(-1)[fragment.start : fragment.end], start=fragment.start, shape=fragment.shape)
 
     @contextmanager
     def _open_masters(self, masters: Sequence[Master], read: Read, write: bool) -> Iterator[Read]:

@@ -60,22 +60,16 @@ class RolloutSource:
         if self.latest is None:
             # Before the first batch, the state to save is that of the checkpoint from which the run resumed.
             return self._resumed
-        current, ahead = self.latest if self._steps_left else None, self._scored_ahead()
+        try:
+            ahead = self._ahead() if callable(self._ahead) else self._ahead
+        except LOST as lost:
+            # A lost rollout is sampled again after resuming, with the weights of that time.
+            self.lost, ahead = lost, None
+        self._ahead, current = ahead, self.latest if self._steps_left else None
         if self._files is None or (current is None and ahead is None):
             return {}
         step = self.latest.first + self.latest.steps - self._steps_left
         return {"step": step, "digest": self._files.write(step, (current, ahead))}
-
-    def _scored_ahead(self) -> Rollout | None:
-        """Wait for the rewards of the rollout that is sampled ahead, and return it; None if its answers or rewards are
-        lost. A lost rollout is sampled again after resuming, with the weights of that time.
-        """
-        try:
-            ahead = self._ahead() if callable(self._ahead) else self._ahead
-        except LOST as lost:
-            self.lost, ahead = lost, None
-        self._ahead = ahead
-        return ahead
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Keep `state`, which was saved in the checkpoint from which the run resumes."""
@@ -167,29 +161,26 @@ class RolloutSource:
         return replace(empty, groups=tuple(groups), trained=trained, until=draws.start, noted=notes)
 
     def _batch(self, rollout: Rollout, step: int) -> Batch:
-        masks = self._objective.truncated == "mask"
-        answers = [
-            self._answer(rollout, index, at)
-            for index in rollout.groups_of_step(step)
-            for at in range(self._objective.group_size)
-            if not (masks and rollout.groups[index].answers[at].finish == "length")
-        ]
+        answers = []
+        for index in rollout.groups_of_step(step):
+            group = rollout.groups[index]
+            for at, answer in enumerate(group.answers):
+                if self._objective.truncated == "mask" and answer.finish == "length":
+                    continue
+                number = index * len(group.answers) + at
+                scored = ScoredAnswer(
+                    prompt_ids=self.rows.prompt_ids(group.number),
+                    ids=answer.ids,
+                    advantage=float(group.advantages[at]),
+                    sampled=answer.log_probs,
+                    old=rollout.old.get(number),
+                    reference=rollout.reference.get(number),
+                    # In later steps of the rollout the changed weights choose other experts than at sampling.
+                    experts=answer.experts if index in rollout.groups_of_step(0) else None,
+                    number=number,
+                )
+                answers.append(scored)
         return answer_batch(answers, self._plan)
-
-    def _answer(self, rollout: Rollout, index: int, at: int) -> ScoredAnswer:
-        group = rollout.groups[index]
-        number, answer = index * len(group.answers) + at, group.answers[at]
-        return ScoredAnswer(
-            prompt_ids=self.rows.prompt_ids(group.number),
-            ids=answer.ids,
-            advantage=float(group.advantages[at]),
-            sampled=answer.log_probs,
-            old=rollout.old.get(number),
-            reference=rollout.reference.get(number),
-            # In later steps of the rollout the changed weights choose other experts than at sampling.
-            experts=answer.experts if index in rollout.groups_of_step(0) else None,
-            number=number,
-        )
 
 
 @contextmanager

@@ -93,7 +93,10 @@ class VllmEngine:
         self._step = -1
         """Optimizer step of the weights that the server has."""
         self._has_answered = False
-        self._prompts = _check_prompts(run)
+        prompts = fixed_prompts(int(run.model.hf_config.vocab_size), run.inputs.tokenizer)
+        longest = run.config.train.max_seq_len - 1
+        self._prompts = [prompt[:longest] for prompt in (prompts[0], *prompts[8:9]) if len(prompt) > 1]
+        """Prompts by which the server's weights are checked: one of random ids, and one from a text if possible."""
         self._before: tuple[Floats, Floats] | None = None
         """Log-probabilities of the check prompts on the server and in this engine, at the previous update of weights.
         """
@@ -181,7 +184,11 @@ class VllmEngine:
         self._step = step
         folder = self._folder / f"export-{step:06d}"
         export(self._run, self._engine, folder, step=None)
-        own_log_probs = self._own_log_probs()
+        log_probs = []
+        for prompt, logits in zip(self._prompts, self._engine.logits(self._prompts), strict=True):
+            following = torch.tensor(prompt[1:], device=logits.device)[:, None]
+            log_probs.append(logits[:-1].log_softmax(dim=-1).gather(1, following).flatten().double().cpu().numpy())
+        own_log_probs = np.concatenate(log_probs)
         self._attempt(lambda server: self._load(server, folder, own_log_probs))
         if self._engine.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)
@@ -205,14 +212,6 @@ class VllmEngine:
                 "same log-probabilities of fixed prompts as with the earlier weights",
                 hint="restart the server, then start the same command again to resume",
             )
-
-    def _own_log_probs(self) -> Floats:
-        """Log-probabilities of the check prompts' tokens, except each first token, under the model being trained."""
-        log_probs = []
-        for prompt, logits in zip(self._prompts, self._engine.logits(self._prompts), strict=True):
-            following = torch.tensor(prompt[1:], device=logits.device)[:, None]
-            log_probs.append(logits[:-1].log_softmax(dim=-1).gather(1, following).flatten().double().cpu().numpy())
-        return np.concatenate(log_probs)
 
 
 class _Answers:
@@ -265,13 +264,6 @@ class _Answers:
             self._failures += 1
             if self._failures >= _FAILURES:
                 raise
-
-
-def _check_prompts(run: PreparedRun) -> list[tuple[int, ...]]:
-    """Prompts by which the server's weights are checked: one of random ids, and one from a text if possible."""
-    prompts = fixed_prompts(int(run.model.hf_config.vocab_size), run.inputs.tokenizer)
-    longest = run.config.train.max_seq_len - 1
-    return [prompt[:longest] for prompt in (prompts[0], *prompts[8:9]) if len(prompt) > 1]
 
 
 def _cut(answer: SampledAnswer, limits: SamplingLimits) -> SampledAnswer:

@@ -23,6 +23,7 @@ from ds_finetune.engine.sampling.answers import Finish, PromptToSample, SampledA
 from ds_finetune.engine.sampling.noise import answer_keys
 from ds_finetune.errors import ServeError
 from ds_finetune.families.text_part import text_tree
+from ds_finetune.model.build.hub_folder import config_of
 
 Floats = NDArray[np.float64]
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class VllmServer:
             raise self._error(f"answers /v1/models or /server_info without {absent}", "use vLLM 0.32") from absent
         different = {
             key: (value, shape[key])
-            for key, value in _config_of(folder).items()
+            for key, value in text_tree(config_of(folder)).items()
             if key in _SHAPE and key in shape and shape[key] != value
         }
         if different:
@@ -191,14 +192,6 @@ class VllmServer:
 
     def _error(self, problem: str, hint: str) -> ServeError:
         return ServeError(f"the vLLM server at {self.address} {problem}", hint=hint)
-
-
-def _config_of(folder: Path) -> Mapping[str, Any]:
-    try:
-        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return text_tree(tree) if isinstance(tree, dict) else {}
 
 
 def results_of(jobs: Sequence[Callable[[], T]], *, at_once: int) -> "Queue[tuple[int, T | Exception]]":

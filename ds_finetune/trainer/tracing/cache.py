@@ -90,7 +90,21 @@ class Traces:
             with suppress(OSError, ValueError, TypeError, LookupError):
                 self._results[file.stem] = parse(json.loads(file.read_text(encoding="utf-8")))
         if file.stem not in self._results:
-            tree = self._trace(kind, compute)
+            self._say(f"computing a forward and backward on tensors without memory, to trace the model's {kind}")
+            try:
+                tree = compute(self._build())
+            except FinetuneError:
+                raise
+            except Exception as error:
+                # Tracing fails if a model or another package's feature needs the values of tensors, because fake
+                # tensors have none.
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                reason = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
+                reason = ": ".join((reason, *str(error).splitlines()[:1]))
+                raise ModelError(
+                    f"the {kind} of {self._run.model.path} cannot be traced: {reason}",
+                    hint="the run may still train: start a short run to learn its memory",
+                ) from error
             # Without a writable cache folder, the next start traces again.
             with suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -98,23 +112,6 @@ class Traces:
             self._results[file.stem] = parse(tree)
         result: T = self._results[file.stem]
         return result
-
-    def _trace(self, kind: str, compute: Callable[["ModelPlan"], Tree]) -> Tree:
-        self._say(f"computing a forward and backward on tensors without memory, to trace the model's {kind}")
-        try:
-            return compute(self._build())
-        except FinetuneError:
-            raise
-        except Exception as error:
-            # Tracing fails if a model or another package's feature needs the values of tensors, because fake tensors
-            # have none.
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
-            reason = ": ".join((reason, *str(error).splitlines()[:1]))
-            raise ModelError(
-                f"the {kind} of {self._run.model.path} cannot be traced: {reason}",
-                hint="the run may still train: start a short run to learn its memory",
-            ) from error
 
 
 def traced_layout(plan: Plan) -> tuple[object, ...]:

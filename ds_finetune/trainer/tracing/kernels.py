@@ -51,16 +51,13 @@ class Recorder(TorchDispatchMode):
         known_storages = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         for each in _tensors(out):
             storage = each.untyped_storage()
-            if storage._cdata not in known_storages and storage._cdata not in self._live:
-                self._add(storage)
+            key = storage._cdata
+            if key not in known_storages and key not in self._live:
+                self._live[key] = storage.nbytes()
+                self.held += self._live[key]
+                self.peak = max(self.peak, self.held)
+                weakref.finalize(storage, self._free, key)
         return out
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._live[key] = size
-        self.held += size
-        self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._free, key)
 
     def _free(self, key: int) -> None:
         self.held -= self._live.pop(key)
@@ -191,20 +188,6 @@ def _install_four_bit(lm: PreTrainedModel, names: Iterable[str], *, device: str)
                 setattr(module, leaf, nn.Parameter(torch.empty_like(param, device=device)))
 
 
-class _HostCopies:
-    """Replacement of torch's `save_on_cpu` that copies no tensor to the host and only counts the copied bytes."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def pack_hook(self, tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-        self._recorder.on_host += tensor.nbytes
-        return tensor.shape, tensor.dtype
-
-    def unpack_hook(self, saved: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-        return torch.empty(saved[0], dtype=saved[1])
-
-
 def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
     """Process group of `size` ranks whose collectives do nothing; None for one rank."""
     if size == 1:
@@ -214,13 +197,6 @@ def silent_group(kind: Any, size: int) -> Any:  # noqa: ANN401 - a RankGroup
     group._register_backend(torch.device("cpu"), backend, FakeProcessGroup._create_internal(0, size))
     group._set_default_backend(backend)
     return kind(group, size, 0)
-
-
-def _add_rounded(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Replacement of `head_chunks._add_product` on a CPU. While torch adds the product to `total`, it holds an fp32
-    copy of the product; this function allocates that copy too.
-    """
-    total += (left @ right).to(total.dtype)
 
 
 CACHED_LAYOUTS = (
@@ -281,26 +257,36 @@ def stand_ins(device: str, recorder: Recorder) -> Iterator[None]:
         for each in CACHED_LAYOUTS:
             each.cache_clear()
             stack.callback(each.cache_clear)
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+            # No tensor is copied to the host; only the bytes are counted.
+            recorder.on_host += tensor.nbytes
+            return tensor.shape, tensor.dtype
+
+        host_copies = SimpleNamespace(pack_hook=pack, unpack_hook=lambda saved: torch.empty(saved[0], dtype=saved[1]))
         changes: list[tuple[Any, str, Any]] = [
             (install, "kernels_of", OutputsOnly),
             (ExpertParallelExperts, "_count_rows", _assumed_counts),
             (experts, "_grouped_linear", _grouped_linear),
             (moe, "_grouped_linear", _grouped_linear),
-            (activation_memory, "save_on_cpu", lambda **_: _HostCopies(recorder)),
+            (activation_memory, "save_on_cpu", lambda **_: host_copies),
             (rank_model, "install_four_bit", _install_four_bit),
             # Only two blocks of a chunk's logits are computed, because later blocks reuse their memory.
             (head_chunks.ChunkBlocks, "split", lambda *given: islice(split(*given), 2)),
             (cross_entropy, "_run_liger_kernel", lambda *_, **__: None),
             (rank_model, "tag_expert", lambda *_, **__: None),
         ]
-        if device == "cpu":
-            changes.append((head_chunks, "_add_product", _add_rounded))
-        else:
 
-            def count(_: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+            if device == "cpu":
+                # While torch adds a product to `total`, it holds an fp32 copy of the product, which is allocated here.
+                total += (left @ right).to(total.dtype)
+            else:
                 recorder.flops += 2 * left.numel() * right.shape[1]
 
-            changes += [(head_chunks, "_BLOCK_NUMBERS", 2**62), (head_chunks, "_add_product", count)]
+        changes.append((head_chunks, "_add_product", add_product))
+        if device != "cpu":
+            changes.append((head_chunks, "_BLOCK_NUMBERS", 2**62))
         for owner, name, change in changes:
             stack.enter_context(replaced(owner, name, change))
         yield

@@ -4,7 +4,7 @@ Two layers of each kind remain, from which models of any depth are extrapolated.
 modules, settings and tensors are equal; the code here knows no family and no feature.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from ds_finetune.engine.rank_model import (
     placement_of,
 )
 from ds_finetune.families.family import layer_of
-from ds_finetune.features.feature import Feature, RankParts
+from ds_finetune.features.feature import RankParts
 from ds_finetune.features.table import features_of
 from ds_finetune.foreign.torch_nn import fake_tensors
 from ds_finetune.model.build.dtypes import PRECISION_DTYPES
@@ -74,13 +74,6 @@ class ShortModel:
     def __enter__(self) -> "ShortModel":
         self._stack.enter_context(fake_tensors())
         self._stack.enter_context(stand_ins(self._plan.device, self.recorder))
-        self._build(self._stack)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _build(self, stack: ExitStack) -> None:
         plan, model, mesh = self._arranged, self._model, self._arranged.mesh
         features = features_of(model, plan)
         groups = Groups(
@@ -92,7 +85,7 @@ class ShortModel:
         )
         parts = RankParts(HeadGroups(groups.tensor, groups.sequence), torch.device("cpu"), self._teacher)
         for feature in features:
-            stack.enter_context(feature.open(parts))
+            self._stack.enter_context(feature.open(parts))
         self.lm = lm = build_modules(replace(plan, device="cpu"), model, groups)
         install_groups(lm, model, groups)
         placement = placement_of(lm, plan, groups)
@@ -101,28 +94,27 @@ class ShortModel:
         for feature in features:
             feature.install(lm, placement)
         mark_parameters(lm, plan, model, groups, features)
-        self.layers, self.kinds = self._shorten()
+        self.layers, self.kinds = _shorten(lm, self._is_full, is_reached=self._plan.mesh.pp > 1)
         install_head(lm, plan, model, groups)
         arrange_forward(lm, plan, model)
         if self._plan.mesh.pp > 1:
             lm.enable_input_require_grads()
-        self.trained = self._trained(groups, features, parts)
-        self.trained.in_fp32 = in_fp32
+        trained = TrainedModel(lm, groups.sequence)
+        for feature in features:
+            trained = feature.wrap(trained)
+        trained.packs_documents, trained.in_fp32 = self._packs(model.hf_config), in_fp32
+        trained.extras = tuple(filter(None, (feature.extra_loss(trained, parts) for feature in features)))
+        self.trained = trained.train()
         self.rows = _rows(plan, model.objective, has_types=hasattr(lm.config, "type_vocab_size"))
         terms = len(TotalLoss(model.objective, self.trained.extras).terms)
         number = torch.zeros((), dtype=torch.float64)
         self.numbers = StepNumbers(number.expand(terms).clone(), number)
         for param in self.trained.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
+        return self
 
-    def _trained(self, groups: Groups, features: Sequence[Feature], parts: RankParts) -> TrainedModel:
-        trained = TrainedModel(self.lm, groups.sequence)
-        for feature in features:
-            trained = feature.wrap(trained)
-        trained.packs_documents = self._packs(self._model.hf_config)
-        losses = (feature.extra_loss(trained, parts) for feature in features)
-        trained.extras = tuple(loss for loss in losses if loss is not None)
-        return trained.train()
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
     def _packs(self, hf_config: Any) -> bool:  # noqa: ANN401 - a PretrainedConfig
         attention = self._plan.model.attention
@@ -142,9 +134,6 @@ class ShortModel:
         states.packs_documents = self._packs(plan.hf_config)
         self.teacher = states
         yield states.unsharded_teacher()
-
-    def _shorten(self) -> tuple[list[str], list[int]]:
-        return _shorten(self.lm, self._is_full, is_reached=self._plan.mesh.pp > 1)
 
 
 def _shorten(lm: PreTrainedModel, is_full: bool, *, is_reached: bool = False) -> tuple[list[str], list[int]]:
