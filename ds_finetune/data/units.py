@@ -378,21 +378,18 @@ def _make_prompts(samples: Sequence[tuple[str, Prompt]], how: Tokenisation) -> I
     """
     for (where, prompt), row in zip(samples, how.tokeniser.tokenise(samples), strict=True):
         excess = len(row.ids) - how.limits.max_seq_len
-        if excess > 0:
-            yield MadeRow([], row, [Counts(too_long_dropped=1, long_prompts=((excess, where),))])
-        else:
-            yield MadeRow([] if row.dropped else [_prompt_document(row.ids, prompt, where)], row)
-
-
-def _prompt_document(ids: list[int], prompt: Prompt, where: str) -> TokenisedDocument:
-    try:
-        record = json.dumps(dict(prompt.record), default=_plain)
-    except (TypeError, ValueError, RecursionError) as broken:
-        raise DataError(
-            f"{where}: its columns {', '.join(prompt.record)} cannot be written as JSON for the rewards: {broken}",
-            hint="remove the column, or write it as text",
-        ) from None
-    return TokenisedDocument(ids, [False] * len(ids), record=record, where=where)
+        if excess > 0 or row.dropped:
+            too_long = Counts(too_long_dropped=1, long_prompts=((excess, where),))
+            yield MadeRow([], row, [too_long] if excess > 0 else [])
+            continue
+        try:
+            record = json.dumps(dict(prompt.record), default=_plain)
+        except (TypeError, ValueError, RecursionError) as broken:
+            raise DataError(
+                f"{where}: its columns {', '.join(prompt.record)} cannot be written as JSON for the rewards: {broken}",
+                hint="remove the column, or write it as text",
+            ) from None
+        yield MadeRow([TokenisedDocument(row.ids, [False] * len(row.ids), record=record, where=where)], row)
 
 
 def _plain(value: object) -> str:

@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ds_finetune.config.objectives import DistillObjective
-from ds_finetune.config.sections import LoraConfig
 from ds_finetune.data.batches import Batch, MicroBatch
 from ds_finetune.engine.engine import Engine
 from ds_finetune.engine.loss_normalisation import term_weights, unit_counts
@@ -177,7 +176,23 @@ def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of t
         {name: tensor for name, tensor in engine.tensors() if tensor is not None and name not in in_four_bits},
         strict=False,
     )
-    return lm.to(device) if lora is None else _in_peft(lm, engine, model, lora.section).to(device)
+    if lora is None:
+        return lm.to(device)
+    from peft import PeftModel
+
+    adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
+    trained = engine.named_tensors(lora.fully_trained)
+    base = AdapterBase(
+        name=model.path,
+        digest="",
+        family=family_of(model.hf_config.model_type),
+        trained={name: tensor.clone() for name, tensor in trained if tensor is not None},
+        classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "adapter"
+        write_adapter(factors_of(adapters, lora.section.scale), lora.section, path, base)
+        return PeftModel.from_pretrained(lm, path, is_trainable=True).to(device)
 
 
 def _config(model: ModelPlan) -> Any:  # noqa: ANN401 - of transformers
@@ -205,24 +220,6 @@ def _four_bit_model(model: ModelPlan, engine: Engine) -> Any:  # noqa: ANN401 - 
     for name in model.quantised:
         without_cpu_packing(lm.get_submodule(name))
     return lm
-
-
-def _in_peft(lm: Any, engine: Engine, model: ModelPlan, lora: LoraConfig) -> nn.Module:  # noqa: ANN401
-    from peft import PeftModel
-
-    adapters = {name: tensor.clone() for name, tensor in engine.adapters() if tensor is not None}
-    full_modules = model.lora.fully_trained if model.lora is not None else ()
-    base = AdapterBase(
-        name=model.path,
-        digest="",
-        family=model.family,
-        trained={name: tensor.clone() for name, tensor in engine.named_tensors(full_modules) if tensor is not None},
-        classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "adapter"
-        write_adapter(factors_of(adapters, lora.scale), lora, path, base)
-        return PeftModel.from_pretrained(lm, path, is_trainable=True)  # type: ignore[no-any-return]
 
 
 def load_plain_teacher(teacher: TeacherPlan | None, device: str) -> nn.Module | None:

@@ -52,7 +52,7 @@ from ds_finetune.reference.selftest.cells import (
     parts_of,
     rows,
 )
-from ds_finetune.reference.selftest.plain_features import PlainAdapters, add_random_layer
+from ds_finetune.reference.selftest.plain_features import PlainAdapters, add_layer
 from ds_finetune.reference.selftest.reference_loop import (
     BETAS,
     LIMITS,
@@ -104,8 +104,14 @@ def take_steps(engine: Engine, steps: int) -> Iterator[Steps]:
         results.choices += [result.counted["routers"].counts] if "routers" in result.counted else []
         if step == 0 and has_gradients:
             results.gradients = first_gradients(engine)
-        if step == 1 and has_gradients:
-            results.later_gradients = _later_gradients(engine, results.gradients)
+        if step == 1 and any(map(is_adapter, results.gradients)):
+            # After two steps, Adam's first moment is (1 - beta1) x (beta1 x g1 + g2) with the gradients g1 and g2.
+            moments = of_all_stages(engine, first_moments(engine))
+            results.later_gradients = {
+                name: moment / (1 - BETAS[0]) - BETAS[0] * results.gradients[name]
+                for name, moment in moments.items()
+                if is_adapter(name)
+            }
         lm: Any = engine.lm
         # The engine samples no answers from models whose layers have a recurrent state.
         is_sampled = engine.objective.head != "scores" and not family_of(lm.config.model_type).has_state
@@ -170,18 +176,6 @@ def first_moments(engine: Engine) -> dict[str, torch.Tensor]:
 def first_gradients(engine: Engine) -> dict[str, torch.Tensor]:
     """Compute the gradients of the first step from Adam's first moments, by parameter name."""
     return of_all_stages(engine, {name: moment / (1 - BETAS[0]) for name, moment in first_moments(engine).items()})
-
-
-def _later_gradients(engine: Engine, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Compute the gradients of adapters in the second step from Adam's first moments. After two steps, a moment is
-    (1 - beta1) x (beta1 x g1 + g2), where g1, in `before`, and g2 are the gradients of the two steps.
-    """
-    if not any(map(is_adapter, before)):
-        return {}
-    moments = of_all_stages(engine, first_moments(engine))
-    return {
-        name: moment / (1 - BETAS[0]) - BETAS[0] * before[name] for name, moment in moments.items() if is_adapter(name)
-    }
 
 
 def of_all_stages(engine: Engine, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -266,7 +260,10 @@ def write_model(
                 param.data.mul_(router_scale)
         spread_ids(model, getattr(config, "n_routed_experts", 0))
         if has_mtp:
-            add_random_layer(model)
+            add_layer(model)
+            layer = model.get_decoder().layers[-1]
+            for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+                nn.init.normal_(tensor, mean=float("norm" in name), std=0.1)
         model.save_pretrained(folder)
     if has_mtp:
         tree = config.to_dict() | {"architectures": [type(model).__name__], PREDICTION_LAYERS: 1}

@@ -38,8 +38,14 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     transformers' module of the layer, which shares these weights. The forward pass of `model` does not run the layer.
     """
     config: Any = model.config
+    layers: Any = model.get_decoder().layers
     if family_of(config.model_type).compresses:
-        return _add_compressed_layer(model)
+        # transformers 5.23 has no module for DeepSeek-V4's multi-token prediction layer.
+        with more_layers(config, 1):
+            compressed: nn.Module = type(layers[0])(config, len(layers))
+        add_mtp_modules(compressed, config)
+        layers.append(SkippedLayer(compressed))
+        return compressed
     # These keys of a multi-token prediction layer are set here, because transformers 5.23 has them only for some types.
     config.num_mtp_layers = 1
     for key in ("layer_types", "mlp_layer_types"):
@@ -53,18 +59,8 @@ def add_layer(model: PreTrainedModel) -> nn.Module:
     block.enorm, block.hnorm, block.eh_proj = layer.enorm, layer.hnorm, layer.eh_proj
     block.shared_head = nn.Module()
     block.shared_head.norm = layer.post_norm
-    model.get_decoder().layers.append(block)
+    layers.append(block)
     return layer  # type: ignore[no-any-return]
-
-
-def _add_compressed_layer(model: PreTrainedModel) -> nn.Module:
-    """Add DeepSeek-V4's multi-token prediction layer, for which transformers 5.23 has no module, and return it."""
-    layers: Any = model.get_decoder().layers
-    with more_layers(model.config, 1):
-        block: Any = type(layers[0])(model.config, len(layers))
-    add_mtp_modules(block, model.config)
-    layers.append(SkippedLayer(block))
-    return block  # type: ignore[no-any-return]
 
 
 def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -89,14 +85,6 @@ def _compressed_states(model: Any, block: Any, embedded: torch.Tensor, streams: 
     return states[0]
 
 
-def add_random_layer(model: PreTrainedModel) -> None:
-    """Add a randomly initialised multi-token prediction layer to a tiny model."""
-    add_layer(model)
-    block = model.get_decoder().layers[-1]
-    for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
-        nn.init.normal_(tensor, mean=float("norm" in name), std=0.1)
-
-
 class PlainMtp:
     """Multi-token prediction layer of a transformers model, for forward passes of one unpadded document each."""
 
@@ -105,21 +93,18 @@ class PlainMtp:
         self._section, self._sum, self._tokens = section, 0.0, 0
         self._layer = add_layer(model)
         self.prefix = f"model.layers.{model.config.num_hidden_layers}."
-        self._load(folder)
-        # The config gets the number of prediction layers, so that their adapters are planned too.
-        set_mtp_layers(model.config, 1)
-        if family_of(model.config.model_type).compresses:
-            model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
-        else:
-            model.get_decoder().register_forward_hook(self._keep)
-
-    def _load(self, folder: Path) -> None:
-        stored = load_file(folder / "model.safetensors")
-        family, block = family_of(self._model.config.model_type), self._model.get_submodule(self.prefix[:-1])
+        stored, family = load_file(folder / "model.safetensors"), family_of(model.config.model_type)
+        block = model.get_submodule(self.prefix[:-1])
         with torch.no_grad():
             for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
                 for piece in hub_pieces(self.prefix + name, tuple(tensor.shape), family):
                     tensor[piece.index] = stored[piece.key]
+        # The config gets the number of prediction layers, so that their adapters are planned too.
+        set_mtp_layers(model.config, 1)
+        if family.compresses:
+            model.get_decoder().hc_head.register_forward_pre_hook(self._keep_streams)
+        else:
+            model.get_decoder().register_forward_hook(self._keep)
 
     def parameters_apart(self) -> Iterator[nn.Parameter]:
         """Parameters that only the multi-token prediction loss trains; their gradient norm is clipped separately."""

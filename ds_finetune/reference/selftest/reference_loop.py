@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ds_finetune.config.objectives import DistillObjective, ObjectiveConfig, SftObjective, is_distillation, is_grpo
+from ds_finetune.config.objectives import ObjectiveConfig, SftObjective, is_distillation, is_grpo
 from ds_finetune.config.sections import MtpConfig
 from ds_finetune.engine.sampling.answers import SamplingLimits
 from ds_finetune.model.build.model_plan import task_of
@@ -216,7 +216,10 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, base
         scores = torch.cat([model(input_ids=row, use_cache=False).logits.float() for row in rows])
         return score_loss(objective, scores, targets()[[*unit]].tolist()) / counts["units"]
     if is_distillation(objective):
-        return _divergence(model, unit[0], objective) / counts["supervised_tokens"]
+        logits, labels = _supervised_logits(model, *samples()[unit[0]])
+        log_q, ids = soft_targets(objective)[unit[0]]
+        loss = distill_loss(objective, logits.double(), labels, log_q.double(), ids)
+        return loss / counts["supervised_tokens"]
     logps = [_log_probs(model, *samples()[number]) for number in unit]
     if objective.row.head == "tokens":
         return -logps[0].sum() / counts["supervised_tokens"]
@@ -235,12 +238,6 @@ def _unit_loss(model: nn.Module, unit: Sequence[int], problem: _Problem, *, base
 def _log_probs(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> torch.Tensor:
     logits, targets = _supervised_logits(model, ids, labels)
     return -functional.cross_entropy(logits, targets, reduction="none")
-
-
-def _divergence(model: nn.Module, number: int, objective: DistillObjective) -> torch.Tensor:
-    logits, labels = _supervised_logits(model, *samples()[number])
-    log_q, ids = soft_targets(objective)[number]
-    return distill_loss(objective, logits.double(), labels, log_q.double(), ids)
 
 
 def _supervised_logits(model: nn.Module, ids: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
