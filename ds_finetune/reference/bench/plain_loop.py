@@ -185,7 +185,7 @@ def plain_model(engine: Engine, model: ModelPlan) -> Any:  # noqa: ANN401 - of t
     base = AdapterBase(
         name=model.path,
         digest="",
-        family=family_of(model.hf_config.model_type),
+        family=model.family,
         trained={name: tensor.clone() for name, tensor in trained if tensor is not None},
         classifier_config={} if model.task == "causal_lm" else model.hf_config.to_dict(),
     )
