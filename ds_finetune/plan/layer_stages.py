@@ -177,6 +177,8 @@ class RankWeights:
     kinds: tuple[TensorKind, ...]
     layers: tuple[int, ...]
     """Indices of the layers of the pipeline stage."""
+    predictions: tuple[int, ...]
+    """Indices of those of these layers that predict tokens after the next one."""
 
     @cached_property
     def numel(self) -> int:
@@ -205,7 +207,8 @@ def rank_weights(model: DescribedModel, parallel: ParallelConfig, *, zero_ranks:
             sharers = zero_ranks // (parallel.ep if tensor.is_routed else 1)
             local = tensor.local(tp=parallel.tp, ep=parallel.ep)
             kinds.append(TensorKind(name, len(names), tensor.shape, local, sharers, tuple(names)))
-        ranks.append(RankWeights(tuple(kinds), layers))
+        predictions = tuple(layer for layer in layers if tensors.layers[layer].is_prediction)
+        ranks.append(RankWeights(tuple(kinds), layers, predictions))
     return tuple(ranks)
 
 

@@ -140,8 +140,8 @@ class RankElements:
     trained: int
     sharded_trained: int
     largest_group: int
-    """Sharded elements that the optimizer updates at once. It updates two groups one after the other: experts divided
-    by `parallel.ep`, and all other weights. This is the size of the larger group.
+    """Sharded elements that the optimizer updates at once, in the largest of its groups: experts divided by
+    `parallel.ep`, multi-token prediction layers, and vectors are separate groups (engine/state/parameter_tags.py).
     """
     largest: int
     """Elements of the largest trained tensor."""
@@ -158,9 +158,11 @@ def rank_elements(plan: Plan, trained: TrainedTensors, weights: RankWeights) -> 
     adapters = _adapter_kinds(trained, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
     updated = [*adapters, *(kind for each in weights.kinds if (kind := each.among(trained.full)).count)]
     quantised = [weight.shape for name, weight in trained.quantised.items() if layer_of(name) in weights.layers]
-    shares, packed = Counter[int](), sum(map(prod, quantised))
+    groups, packed = Counter[tuple[int, bool, bool]](), sum(map(prod, quantised))
     for kind in updated:
-        shares[kind.sharers] += kind.sharded
+        for name in kind.names:
+            is_vector = len(kind.local) == 1 or name.endswith("bias")
+            groups[kind.sharers, layer_of(name) in weights.predictions, is_vector] += kind.sharded // kind.count
     tensors = (*weights.kinds, *adapters)
     return RankElements(
         tensors=tensors,
@@ -168,8 +170,8 @@ def rank_elements(plan: Plan, trained: TrainedTensors, weights: RankWeights) -> 
         weights=sum(kind.numel for kind in tensors) - packed,
         sharded_weights=sum(kind.sharded for kind in tensors) - packed // plan.zero_ranks,
         trained=sum(kind.numel for kind in updated),
-        sharded_trained=sum(shares.values()),
-        largest_group=max(shares.values(), default=0),
+        sharded_trained=sum(groups.values()),
+        largest_group=max(groups.values(), default=0),
         largest=max((kind.numel // kind.count for kind in updated), default=0),
         packed_bytes=packed // 2,
         scales_bytes=sum(map(nf4_bytes, quantised)) - packed // 2,
