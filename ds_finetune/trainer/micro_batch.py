@@ -11,7 +11,7 @@ import xxhash
 from ds_finetune import __version__
 from ds_finetune.checkpoint.run_state import versions
 from ds_finetune.config.units import GIB
-from ds_finetune.engine.groups.default_group import Ranks
+from ds_finetune.engine.groups.default_group import JoinedRanks
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.batch import AUTO
 from ds_finetune.plan.search.fitting import SPARE, chosen_recomputation, fits
@@ -19,7 +19,7 @@ from ds_finetune.trainer.forecast import memory_table, what_fits
 from ds_finetune.trainer.prepare import PreparedRun
 
 
-def decide_recomputation(run: PreparedRun, ranks: Ranks) -> PreparedRun:
+def decide_recomputation(run: PreparedRun, ranks: JoinedRanks) -> PreparedRun:
     """Resolve `train.activation_checkpointing: auto` for the device with the least memory among all ranks.
 
     With `auto` this function is collective: ranks that recompute differently would hang in exchanges.
@@ -37,7 +37,7 @@ def decide_recomputation(run: PreparedRun, ranks: Ranks) -> PreparedRun:
     return replace(run, plan=plan.with_recomputation(recomputation).with_lines(line))
 
 
-def decide_micro_batch(run: PreparedRun, ranks: Ranks) -> PreparedRun:
+def decide_micro_batch(run: PreparedRun, ranks: JoinedRanks) -> PreparedRun:
     """Resolve `train.micro_batch_size: auto` to the largest size that fits by the estimate. If an earlier start ran
     out of memory, the result is at most half of the size at that time.
 

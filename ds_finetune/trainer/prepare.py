@@ -24,7 +24,7 @@ from ds_finetune.engine.devices import (
     choose_device,
     read_device_memory,
 )
-from ds_finetune.engine.groups.default_group import Ranks
+from ds_finetune.engine.groups.default_group import JoinedRanks
 from ds_finetune.model.attention.kernels import FLASH_3_MODULE
 from ds_finetune.objectives.objective import Objective
 from ds_finetune.observers.performance import Utilisation
@@ -135,7 +135,7 @@ def make_schedule(run: RunSettings, rows: PreparedRows | StreamedRows) -> LrSche
     )
 
 
-def check_same_versions(ranks: Ranks) -> None:
+def check_same_versions(ranks: JoinedRanks) -> None:
     """Raise ConfigError if ranks have different versions of this program, torch, transformers or another package that
     computes. The commands `launch` and `doctor` compare hosts in the same way.
     """
@@ -144,7 +144,7 @@ def check_same_versions(ranks: Ranks) -> None:
     ranks.check_same("versions", compared, hint="install the same versions on every host")
 
 
-def check_same_precision(section: TrainConfig, ranks: Ranks) -> None:
+def check_same_precision(section: TrainConfig, ranks: JoinedRanks) -> None:
     """Raise ConfigError if `train.precision: auto` gives different precisions on different ranks."""
     if section.precision != "auto":
         return
@@ -154,7 +154,7 @@ def check_same_precision(section: TrainConfig, ranks: Ranks) -> None:
     ranks.check_same("precision", {"train.precision auto": (train.precision, lines[0])}, hint=hint)
 
 
-def check_same_kernels(kernels: ChosenKernels, device: str, ranks: Ranks) -> None:
+def check_same_kernels(kernels: ChosenKernels, device: str, ranks: JoinedRanks) -> None:
     """Raise ConfigError if `model.kernels: auto` gives different kernels on different ranks, or if Triton or
     FlashAttention 3 is usable only on some ranks, e.g. because one host has no C compiler.
     """

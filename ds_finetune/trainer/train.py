@@ -19,7 +19,7 @@ from ds_finetune.config.sections import WatchdogConfig
 from ds_finetune.console.phase_line import Say, say_nothing
 from ds_finetune.engine.devices import device_of_rank
 from ds_finetune.engine.groups.collectives import all_gather_object
-from ds_finetune.engine.groups.default_group import Ranks, meet, process_group
+from ds_finetune.engine.groups.default_group import JoinedRanks, meet, process_group
 from ds_finetune.engine.ops.deepspeed_ops import build_ops, use_cores
 from ds_finetune.engine.start_engine import start_engine
 from ds_finetune.errors import RunError
@@ -114,7 +114,9 @@ def train(
     return replace(report, exports=exports, seconds=time.monotonic() - began, verdicts=verdicts, page=page)
 
 
-def _train_and_export(run: PreparedRun, ranks: Ranks, monitor: Monitor, log: RunLog, status: StatusKeeper) -> Report:
+def _train_and_export(
+    run: PreparedRun, ranks: JoinedRanks, monitor: Monitor, log: RunLog, status: StatusKeeper
+) -> Report:
     say = log.say if run.plan.world.rank == 0 else say_nothing
     resume_point = find_resume_point(run, say)
     resume_point.check_not_past_end(steps=run.schedule.steps, duration=run.config.train.duration)
@@ -227,19 +229,18 @@ def save_last(observers: Sequence[Observer], last: StepRecord | None) -> str:
 @contextmanager
 def start_watchdog(
     watchdog: WatchdogConfig, world: World, output_dir: Path, log: Say
-) -> Iterator[tuple[Monitor, Ranks]]:
+) -> Iterator[tuple[Monitor, JoinedRanks]]:
     """Context that connects all ranks through a store, and monitors them and their collectives. Yields the monitor, and
-    the ranks for exchanges before the process group, which wait for a rank that takes longer to prepare. `log` adds a
-    line to the run's log.
+    the ranks, which wait for each other in exchanges. `log` adds a line to the run's log.
     """
     progress = RankProgress(world.rank, watchdog)
     store = meet(world, timeout=timedelta(seconds=seconds_of(watchdog.meet)))
     with progress.collectives.observe(), start_monitor(progress, world, store, output_dir) as monitor:
         monitor.log = log
-        yield monitor, Ranks(world, store, partial(monitor.wait_until_prepared, store))
+        yield monitor, JoinedRanks(world, store, partial(monitor.wait_until_prepared, store))
 
 
-def resolve_on_ranks(config: RunConfig, ranks: Ranks) -> ResolvedRun:
+def resolve_on_ranks(config: RunConfig, ranks: JoinedRanks) -> ResolvedRun:
     """Resolve `config` on this rank, and check that versions, precision and kernels are equal on all ranks. Other ranks
     wait for a rank that downloads the model.
     """
@@ -250,7 +251,7 @@ def resolve_on_ranks(config: RunConfig, ranks: Ranks) -> ResolvedRun:
     return resolved
 
 
-def finish_plan(run: PreparedRun, ranks: Ranks, say: Say) -> PreparedRun:
+def finish_plan(run: PreparedRun, ranks: JoinedRanks, say: Say) -> PreparedRun:
     """Make the decisions that all ranks must agree on, then add the forecasts of memory and model FLOPs. Ranks agree on
     `auto` recomputation, on an `auto` micro-batch, and on which operators of the optimizer compile.
     """
@@ -259,7 +260,7 @@ def finish_plan(run: PreparedRun, ranks: Ranks, say: Say) -> PreparedRun:
     return replace(run, plan=run.plan.with_lines(*forecast_lines(run)), utilisation=utilisation)
 
 
-def compile_operators(run: PreparedRun, ranks: Ranks, say: Say) -> PreparedRun:
+def compile_operators(run: PreparedRun, ranks: JoinedRanks, say: Say) -> PreparedRun:
     """Compile the optimizer's operators. All ranks learn which of them failed. Ranks wait without a limit for a rank
     that takes longer to prepare or compile.
     """
@@ -269,7 +270,7 @@ def compile_operators(run: PreparedRun, ranks: Ranks, say: Say) -> PreparedRun:
 
 
 @contextmanager
-def open_process_group(run: PreparedRun, ranks: Ranks, monitor: Monitor) -> Iterator[None]:
+def open_process_group(run: PreparedRun, ranks: JoinedRanks, monitor: Monitor) -> Iterator[None]:
     """Context with the process group of all ranks. The watchdog reports an error before the group closes."""
     timeout = timedelta(seconds=run.plan.watchdog.collective_seconds)
     group = process_group(ranks.world, run.plan.device, ranks.store, timeout=timeout)

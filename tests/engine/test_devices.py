@@ -23,7 +23,7 @@ from ds_finetune.engine.devices import (
     present_gpus,
     visible_device,
 )
-from ds_finetune.engine.groups.default_group import Ranks, check_same_devices, process_group
+from ds_finetune.engine.groups.default_group import JoinedRanks, check_same_devices, process_group
 from ds_finetune.errors import ConfigError, LaunchError, RunError
 from ds_finetune.system.info import Gpu
 from ds_finetune.system.world import World
@@ -254,14 +254,14 @@ def test_ranks_that_can_work_together_are_not_refused() -> None:
 def test_ranks_exchange_texts_through_the_store() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        ranks = [Ranks(World(r, 3, r, 3, "t"), store) for r in range(3)]
+        ranks = [JoinedRanks(World(r, 3, r, 3, "t"), store) for r in range(3)]
         sent = [pool.submit(ranks[r].exchange, "x", f"of {r}", timeout=SOON * 50) for r in range(3)]
         assert [one.result() for one in sent] == [["of 0", "of 1", "of 2"]] * 3
 
 
 def test_ranks_that_do_not_write_are_named() -> None:
     with pytest.raises(RunError, match=r"rank 0 has waited 0:00:00.2\d* for the operators of ranks 1, 2") as caught:
-        Ranks(World(0, 3, 0, 3, "t"), dist.HashStore()).exchange("operators", "mine", timeout=SOON)
+        JoinedRanks(World(0, 3, 0, 3, "t"), dist.HashStore()).exchange("operators", "mine", timeout=SOON)
     # The time is the caller's, which no key of the run file changes in most calls.
     assert "watchdog" not in caught.value.hint
 

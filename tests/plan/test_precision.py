@@ -16,7 +16,7 @@ from ds_finetune.cli.main import main
 from ds_finetune.config.schema import RunConfig, read_config
 from ds_finetune.config.sections import TrainConfig
 from ds_finetune.engine.devices import bf16_support
-from ds_finetune.engine.groups.default_group import Ranks
+from ds_finetune.engine.groups.default_group import JoinedRanks
 from ds_finetune.errors import ConfigError
 from ds_finetune.plan.plan import make_plan
 from ds_finetune.plan.precision import Bf16Support, cpu_support, with_precision
@@ -99,7 +99,7 @@ def test_every_gpu_of_rocm_has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     "begin",
     [
         lambda config: resolve_here(config, SECOND_OF_TWO),
-        lambda config: check_same_precision(config.train, Ranks(SECOND_OF_TWO, dist.HashStore())),
+        lambda config: check_same_precision(config.train, JoinedRanks(SECOND_OF_TWO, dist.HashStore())),
         lambda config: teach(RunSettings.of(config), "a teacher", Path("out"), top_k=1, say=print),
         lambda config: _cases_of_run(RunSettings.of(config), SECOND_OF_TWO, "cuda"),
     ],
@@ -203,12 +203,12 @@ def test_ranks_whose_devices_differ_are_told_both() -> None:
     key, reason = "train.precision auto", f"train.precision auto is {other}: another CPU"
     store.set("precision/1", json.dumps(["b", {key: [other, reason]}]))
     with pytest.raises(ConfigError) as caught:
-        check_same_precision(config.train, Ranks(World(0, 2, 0, 2, "test"), store))
+        check_same_precision(config.train, JoinedRanks(World(0, 2, 0, 2, "test"), store))
     assert caught.value.message.startswith(f"ranks differ in {key}: {mine} (train.precision auto is {mine}: this CPU (")
     assert f") on rank 0 ({socket.gethostname()}) and {other}" in caught.value.message
     assert caught.value.message.endswith(f"{other} ({reason}) on rank 1 (b)")
     store.set("precision/1", json.dumps(["b", {key: [mine, "another CPU"]}]))
-    check_same_precision(config.train, Ranks(World(0, 2, 0, 2, "test"), store))
+    check_same_precision(config.train, JoinedRanks(World(0, 2, 0, 2, "test"), store))
 
 
 def test_a_checkpoint_records_what_was_chosen(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_finetune.config.schema import RunConfig, read_config
-from ds_finetune.engine.groups.default_group import Ranks
+from ds_finetune.engine.groups.default_group import JoinedRanks
 from ds_finetune.errors import ConfigError, ModelError
 from ds_finetune.observers.performance import MEASURED_STEPS
 from ds_finetune.plan.estimate.memory import RunMemory
@@ -70,7 +70,7 @@ def test_the_start_after_one_without_memory_takes_half(tmp_path: Path) -> None:
     run_file = tiny_task(tmp_path, train={"micro_batch_size": "auto"})
     prepared = prepare_run(resolve_here(read_config(run_file), world))
     for rows in (8, 4, 2, 1):
-        run = decide_micro_batch(prepared, Ranks(world, torch.distributed.HashStore()))
+        run = decide_micro_batch(prepared, JoinedRanks(world, torch.distributed.HashStore()))
         assert (run.config.train.micro_batch_size, run.plan.accumulation) == (rows, 8 // rows)
         text = dict(run.plan.decisions)["micro batch"]
         assert text.endswith("by the estimate)" if rows == 8 else f"; {2 * rows} ran out of memory before)")

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from ds_finetune.cluster.watchdog.progress import RankStatus
 from ds_finetune.config.units import spans_text
 from ds_finetune.engine.groups.collective_log import POINT_TO_POINT, CollectiveCall
-from ds_finetune.engine.groups.default_group import Ranks
+from ds_finetune.engine.groups.default_group import JoinedRanks
 from ds_finetune.errors import RUN_ERROR_EXIT_CODE
 from ds_finetune.system.world import World
 
@@ -71,7 +71,7 @@ def join(store: dist.Store, world: World, own: RankProcess) -> list[RankProcess]
         store.set(_ENDING_KEY, _NO_ENDING)
     store.set(_HEARTBEAT_KEY.format(own.rank), _STATUS.dump_json(RankStatus()).decode())
     text, limit = _PROCESS.dump_json(own).decode(), timedelta(minutes=10)
-    return [_PROCESS.validate_json(each) for each in Ranks(world, store).exchange("process", text, timeout=limit)]
+    return [_PROCESS.validate_json(each) for each in JoinedRanks(world, store).exchange("process", text, timeout=limit)]
 
 
 def beat(

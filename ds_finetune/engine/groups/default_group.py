@@ -88,7 +88,7 @@ class _RankWait:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class JoinedRanks:
     """The ranks of a run, which exchange texts through a store without a process group. All methods are collective."""
 
     world: World
@@ -178,7 +178,7 @@ def process_group(
     # The group is bound to its device, as DeepSpeed 0.19.8 does when it opens the group itself (comm/torch.py:262-276).
     bound = torch.device("cuda", index) if device == "cuda" and world.world_size > 1 else None
     rendezvous = store or meet(world)
-    check_same_devices(Ranks(world, rendezvous).exchange("device", own_device(world, device), timeout=timeout))
+    check_same_devices(JoinedRanks(world, rendezvous).exchange("device", own_device(world, device), timeout=timeout))
     group_store = dist.PrefixStore("default_pg", rendezvous)
     with default_timeout(timeout):
         dist.init_process_group(
