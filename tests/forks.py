@@ -29,6 +29,9 @@ from typing import Any, ClassVar
 from tests.launched import SOCKET, ask
 
 _ROOT = Path(__file__).resolve().parents[1]
+_GIVEN = os.environ.get("PYTHONPATH", "")
+PYTHON_PATH = _GIVEN if _GIVEN.split(os.pathsep)[0] == str(_ROOT) else str(_ROOT)
+"""PYTHONPATH of processes that tests start."""
 PATIENCE_SECONDS = 400
 """For the first fork, before which everything is imported."""
 ADDRESSES = {False: SOCKET, True: "TESTS_PLAIN_FORK_SERVER"}
@@ -105,7 +108,7 @@ class Forkserver:
         environ = os.environ | {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(_ROOT),
+            "PYTHONPATH": PYTHON_PATH,
             "TOKENIZERS_PARALLELISM": "false",
         }
         environ |= {"HF_HUB_OFFLINE": "1"} if is_plain else {}

@@ -17,7 +17,7 @@ import yaml
 from ds_finetune import read_config, train
 from ds_finetune.cli.demo import MODEL, write_demo
 from tests.conftest import ROOT
-from tests.forks import Forkserver
+from tests.forks import PYTHON_PATH, Forkserver
 
 ROWS = 32
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}
@@ -99,13 +99,13 @@ def start(
         "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu"),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": PYTHON_PATH,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     where = clean | settings | dict(environ or {})
     skip_without(command[0])
     program, ranks = as_fork(command)
-    if fork and program and where["DS_ACCELERATOR"] == "cpu" and where["PYTHONPATH"] == str(ROOT):
+    if fork and program and where["DS_ACCELERATOR"] == "cpu" and where["PYTHONPATH"] == PYTHON_PATH:
         return Forkserver.get().run(program, where, ranks=ranks, timeout=timeout)
     return subprocess.run(command, cwd=ROOT, env=where, capture_output=True, text=True, timeout=timeout, check=False)
 
