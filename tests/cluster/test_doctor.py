@@ -120,7 +120,9 @@ def test_a_host_without_the_program_and_one_with_other_source(bed: Bed) -> None:
     wrong = _wrong(found)
     assert code == 2
     assert wrong.keys() == {(f"{NETWORK}.2", "versions"), (f"{NETWORK}.3", "versions")}
-    assert wrong[f"{NETWORK}.2", "versions"].startswith("it has no ds_finetune, and this machine ds_finetune 0.1.0 (source ")
+    assert wrong[f"{NETWORK}.2", "versions"].startswith(
+        "it has no ds_finetune, and this machine ds_finetune 0.1.0 (source "
+    )
     assert wrong[f"{NETWORK}.3", "versions"].startswith("ds_finetune 0.1.0 (source ")
     assert not _left(bed)
 

@@ -10,7 +10,7 @@ from operator import or_
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from ds_finetune.cluster.watchdog.progress import RankStatus
+from ds_finetune.cluster.watchdog.progress import FAILING, RankStatus
 from ds_finetune.config.units import spans_text
 from ds_finetune.engine.groups.collective_log import POINT_TO_POINT, CollectiveCall
 from ds_finetune.engine.groups.default_group import JoinedRanks
@@ -84,8 +84,8 @@ def beat(
     if proposal is not None:
         store.compare_set(_ENDING_KEY, _NO_ENDING, _ENDING.dump_json(proposal).decode())
     ending, *texts = store.multi_get([_ENDING_KEY, *map(_HEARTBEAT_KEY.format, watched)])
-    accepted = None if ending == _NO_ENDING.encode() else _ENDING.validate_json(ending)
-    return accepted, [_STATUS.validate_json(text) for text in texts]
+    statuses = [_STATUS.validate_json(text) for text in texts]
+    return (None if ending == _NO_ENDING.encode() else _ENDING.validate_json(ending)), statuses
 
 
 def diagnose(statuses: Mapping[int, RankStatus]) -> tuple[tuple[int, ...], str]:
@@ -93,7 +93,8 @@ def diagnose(statuses: Mapping[int, RankStatus]) -> tuple[tuple[int, ...], str]:
     (none if no rank differs from the others) and the reason. The first of these rules that finds a rank decides:
 
     1. ranks that have entered fewer collectives than other ranks of the same group. If some of these ranks are in no
-       collective, only those are at fault, because the rest may wait for them.
+       collective, only those are at fault, because the rest may wait for them. No rank is at fault if each of them is
+       in a collective that its whole group has entered: a lossy network keeps it there.
     2. ranks that called another collective than most ranks; all ranks of the group if no collective has a majority.
     3. ranks that are in no collective while other ranks are in one.
     """
@@ -107,7 +108,12 @@ def diagnose(statuses: Mapping[int, RankStatus]) -> tuple[tuple[int, ...], str]:
     idle = tuple(rank for rank, status in statuses.items() if status.inside is None)
     if behind:
         roots = tuple(rank for rank in behind if rank in idle) or tuple(behind)
-        return roots, behind[roots[0]]
+        for rank in roots:
+            call = None if statuses[rank].state == FAILING else statuses[rank].inside
+            counts = [] if call is None else [status.counts.get(call.ranks, 0) for status in statuses.values()]
+            if call is None or call.ranks == POINT_TO_POINT or any(0 < count < call.number for count in counts):
+                return roots, behind[roots[0]]
+        return (), f"rank {roots[0]} waits in {statuses[roots[0]].inside} for data of ranks that have left it"
     if (mismatch := _mismatch(statuses)) is not None:
         return mismatch
     if idle and len(idle) < len(statuses):
@@ -146,5 +152,4 @@ def status_lines(
     ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(statuses, key=lambda rank: rank not in at_fault):
         ranks_by_text.setdefault(str(statuses[rank]), []).append(rank)
-    lines = [f"  {names_of(ranks, processes)}: {text}" for text, ranks in ranks_by_text.items()]
-    return lines[: 2 * _MAX_LISTED]
+    return [f"  {names_of(ranks, processes)}: {text}" for text, ranks in ranks_by_text.items()][: 2 * _MAX_LISTED]

@@ -39,6 +39,7 @@ SILENT_SECONDS, PREPARING_SECONDS = 20.0, 600.0
 """A machine is lost after SILENT_SECONDS without a heartbeat, or after PREPARING_SECONDS while its ranks prepare data,
 because native code may then hold Python's lock.
 """
+_SILENT_LIMITS = {PREPARING: PREPARING_SECONDS}
 ROUND_SECONDS = 5.0
 """Once a rank has hung or failed, a rank that sends no heartbeat for this number of seconds counts as silent."""
 _LATE_SECONDS, _LATE_IN_SUM, _FEWEST_LATE, _NUM_BEATS = 0.5, 3.0, 3, 60
@@ -53,8 +54,7 @@ may serve the store, from which the other ranks read why the run ends.
 _LEAVING_SECONDS = 20.0
 """Seconds after which a failed rank is ended, because its cleanup may wait for ranks that no longer run."""
 _TICK_SECONDS, _BEAT_SECONDS, _REPORT_SECONDS = 0.2, 1.0, 3.0
-_MAX_LINES, _MAX_CHARACTERS = 50, 2_000
-_STDERR = 2
+_MAX_LINES, _MAX_CHARACTERS, _STDERR = 50, 2_000, 2
 CLOSED = "ended without a message: its process was killed by a signal, crashed in native code, or left by os._exit"
 SILENT = "sends no heartbeats: its process was killed or is stopped, it holds Python's lock, or its host is cut off"
 
@@ -261,7 +261,7 @@ class Monitor(threading.Thread):
         if self._is_store_lost:
             return RunEnding((0,), f"{zero}, or the launcher that serves its store, has ended without a message")
         is_hang = self._answered_at > max(self._heard_at[0], self._trouble_at) + 2 * ROUND_SECONDS
-        if is_hang or now > self._answered_at + _silent_limit(self.progress.phase):
+        if is_hang or now > self._answered_at + _SILENT_LIMITS.get(self.progress.phase, SILENT_SECONDS):
             return RunEnding((0,), f"{zero} {SILENT}{self._view}", is_hang=is_hang, is_silent=True)
         return None
 
@@ -293,7 +293,8 @@ class Monitor(threading.Thread):
     def _lost_ranks(self, active: Mapping[int, RankStatus], now: float) -> tuple[int, ...]:
         excess: dict[str, float] = {}
         for rank, status in active.items():
-            machine, seconds = self._processes[rank].machine, now - self._heard_at[rank] - _silent_limit(status.phase)
+            limit = _SILENT_LIMITS.get(status.phase, SILENT_SECONDS)
+            machine, seconds = self._processes[rank].machine, now - self._heard_at[rank] - limit
             excess[machine] = min(seconds, excess.get(machine, math.inf))
         if max(excess.values(), default=0.0) <= 0:
             return ()
@@ -305,9 +306,8 @@ class Monitor(threading.Thread):
         far = {each.rank: each.host for each in self._processes if each.machine != self._own.machine}
         late = {rank: each.late_seconds for rank, each in statuses.items() if rank in far and each.late_seconds}
         hosts = " and ".join(f"host {host}" for host in sorted({far[rank] for rank in late}))
-        if not late or self._latest[0].late_seconds:
-            return ""
-        return f"heartbeats of {hosts} came late, by up to {max(late.values()):.1f} s: the network loses packets"
+        worst = 0.0 if self._latest[0].late_seconds else max(late.values(), default=0.0)
+        return f"heartbeats of {hosts} came late, by up to {worst:.1f} s: the network loses packets" if worst else ""
 
     def _diagnosed(self, statuses: Mapping[int, RankStatus]) -> RunEnding:
         silent = tuple(rank for rank in statuses if self._heard_at[rank] < self._compare_at)
@@ -395,10 +395,6 @@ class Monitor(threading.Thread):
             self._stacks.close()
         try_to_finish(lambda: record_error(ending.line, cause=ending.line))
         os._exit(ending.code or RUN_ERROR_EXIT_CODE)
-
-
-def _silent_limit(phase: str) -> float:
-    return PREPARING_SECONDS if phase == PREPARING else SILENT_SECONDS
 
 
 @contextmanager

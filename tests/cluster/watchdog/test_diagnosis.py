@@ -1,10 +1,12 @@
 """Which rank is named, from what ranks say."""
 
+from dataclasses import replace
+
 import pytest
 from pydantic import TypeAdapter
 
 from ds_finetune.cluster.watchdog.endings import diagnose
-from ds_finetune.cluster.watchdog.progress import RankStatus
+from ds_finetune.cluster.watchdog.progress import FAILING, RankStatus
 from ds_finetune.engine.groups.collective_log import POINT_TO_POINT, CollectiveCall
 
 
@@ -37,6 +39,20 @@ def test_a_rank_behind_because_it_waits_in_another_group_is_not_the_root() -> No
         2: _status([], inside=False),
     }
     assert diagnose(statuses)[0] == (2,)
+
+
+def test_a_rank_that_waits_where_all_have_entered_is_not_at_fault() -> None:
+    """30% of the packets to rank 1 were lost for longer than the limit: gloo waited for data that the others had sent."""
+    statuses = {0: _status(_calls(*STEP)), 1: _status(_calls(*STEP[:3])), 2: _status(_calls(*STEP))}
+    at_fault, why = diagnose(statuses)
+    assert at_fault == ()
+    assert why == "rank 1 waits in reduce_scatter of 8 bytes (number 3 of all) for data of ranks that have left it"
+    # After an error the last collective counts as the one inside, although the rank has left it.
+    failing = replace(statuses[1], state=FAILING)
+    assert diagnose(statuses | {1: failing}) == ((1,), "has entered 3 collectives of all, others 4")
+    # A member of its group that has not entered is what the others wait for.
+    asleep = {0: _status(_calls(*STEP)), 1: _status(_calls(*STEP[:3])), 2: _status(_calls(*STEP[:2]), inside=False)}
+    assert diagnose(asleep)[0] == (2,)
 
 
 @pytest.mark.parametrize("at_fault", [0, 1, 2])
