@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ds_finetune.cli.arguments import Arguments, Commands, add_run_command, positive, read_run
 from ds_finetune.config.sections import ParallelConfig
 from ds_finetune.config.units import GIB, parse_bytes
+from ds_finetune.console.phase_line import Say
 from ds_finetune.console.tables import ERR, OUT, show_note, show_pairs
 from ds_finetune.errors import ConfigError
 
@@ -53,7 +54,6 @@ def _plan(arguments: Arguments) -> None:
     from ds_finetune.plan.search.machines import Request, target_of
     from ds_finetune.plan.settings import RunSettings
     from ds_finetune.system.info import gpu_models
-    from ds_finetune.trainer.tracing.cache import Traces
 
     sizes = {"--host-memory": arguments.host_memory, "--gpu-memory": arguments.gpu_memory}
     host, memory = (parse_bytes(size, name=name) if size else None for name, size in sizes.items())
@@ -69,8 +69,7 @@ def _plan(arguments: Arguments) -> None:
         OUT.print(plan_run(config, gpus=target.ranks.number, gpus_per_node=target.ranks.per_node))
         return
     run, show = RunSettings.of(config), _search if arguments.search else _show_forecast
-    traces = Traces(run, lambda: _plan_model(run), ERR.print)
-    show(run, target, model_of_run(run), traces, is_json=arguments.json)
+    show(run, target, model_of_run(run), planned_traces(run, ERR.print), is_json=arguments.json)
 
 
 def _search(run: "RunSettings", target: "Target", model: "DescribedModel", traces: "Traces", *, is_json: bool) -> None:
@@ -121,6 +120,15 @@ def _show_forecast(
     show_pairs("plan", forecast.lines())
     for note in forecast.notes():
         show_note(note)
+
+
+def planned_traces(run: "RunSettings", say: Say) -> "Traces":
+    """Trace the activations of a planned run, with only config.json of its model. ConfigError or ModelError if the
+    model cannot be built.
+    """
+    from ds_finetune.trainer.tracing.cache import Traces
+
+    return Traces(run, lambda: _plan_model(run), say)
 
 
 def _plan_model(run: "RunSettings") -> "ModelPlan":

@@ -20,7 +20,7 @@ from ds_finetune.system.info import HostInfo, gather_host_info, source_version
 PROGRAM = "ds_finetune.cluster.host_functions"
 _END_SECONDS = 15.0
 """Seconds that the program on a host may take to kill the processes that it started."""
-_LACKS_MODULE = re.compile(r"No module named '?ds_finetune|cannot import name .* from '?ds_finetune")
+_LACKS_MODULE = re.compile(r"(No module named|cannot import name .* from) '?ds_finetune\b")
 _PRINT_VERSION = """
 import ds_finetune, hashlib, pathlib
 files = sorted(pathlib.Path(ds_finetune.__file__).parent.rglob("*.py"))
@@ -62,12 +62,14 @@ class Cluster:
         """Facts of the hosts that answer with this version of the program. The first host also examines `port`."""
         first, infos = next(iter(self.hosts)), {}
         queries = {name: {"facts": {"environ": environ, "port": port * (name == first)}} for name in self.hosts}
+        others = []
         for name, (results, ahead, error) in self.ask(queries, seconds=seconds).items():
             self._clock_checks.append(clock_check(name, ahead, error))
             try:
                 infos[name] = HostInfo(**results["facts"])
             except TypeError:
-                self.lost[name] = self._version_check(name)
+                others.append(name)
+        self.lost |= zip(others, self._pool.map(self._version_check, others), strict=True)
         return infos
 
     def preflight(self, infos: Mapping[str, HostInfo], environ: Mapping[str, str]) -> list[tuple[Host, Check]]:
@@ -82,14 +84,11 @@ class Cluster:
         wait(pending.values(), timeout=seconds)
         late = {name for name, future in pending.items() if not future.done()}
         _end([self._processes[name] for name in late])
-        replies = {}
-        for name, future in pending.items():
-            reply = future.result()
-            if isinstance(reply, str):
-                self.lost[name] = self._unreachable(name, reply, is_late=name in late)
-            else:
-                replies[name] = reply
-        return replies
+        replies = {name: future.result() for name, future in pending.items()}
+        outputs = {name: reply for name, reply in replies.items() if isinstance(reply, str)}
+        checks = self._pool.map(lambda name: self._unreachable(name, outputs[name], is_late=name in late), outputs)
+        self.lost |= zip(outputs, checks, strict=True)
+        return {name: reply for name, reply in replies.items() if not isinstance(reply, str)}
 
     def start(
         self, name: str, request: Mapping[str, Any], on_event: OnEvent = lambda event: None
@@ -115,7 +114,7 @@ class Cluster:
 
     def lose(self, name: str, output: str) -> Check:
         """Record that the program on a host has ended. Returns a failed check that quotes the last output."""
-        self.lost[name] = self._unreachable(name, output, is_late=False)
+        self.lost[name] = unreachable_check(self.hosts[name], self._exit_code(name), output, self._remote)
         return self.lost[name]
 
     def close(self) -> list[str]:
@@ -124,12 +123,14 @@ class Cluster:
         self._pool.shutdown()
         return [name for name, process in self._processes.items() if process in late]
 
+    def _exit_code(self, name: str) -> int | None:
+        # A program that has closed its output may still run.
+        with suppress(subprocess.TimeoutExpired):
+            return self._processes[name].wait(_END_SECONDS)
+        return None
+
     def _unreachable(self, name: str, output: str, *, is_late: bool) -> Check:
-        code = None
-        if not is_late:
-            # A program that has closed its output may still run, so wait for its exit code.
-            with suppress(subprocess.TimeoutExpired):
-                code = self._processes[name].wait(_END_SECONDS)
+        code = None if is_late else self._exit_code(name)
         if code and _LACKS_MODULE.search(output):
             return self._version_check(name)
         return unreachable_check(self.hosts[name], code, output, self._remote)
@@ -141,6 +142,7 @@ class Cluster:
             lines = process.communicate(timeout=self._remote.greeting_seconds)[0].decode(errors="replace").splitlines()
         except subprocess.TimeoutExpired:
             process.kill()
+            process.communicate()
             lines = ["ds_finetune of an unknown version"]
         theirs = next((line for line in lines if line.startswith("ds_finetune ")), "no ds_finetune")
         text = f"it has {theirs}, and this machine ds_finetune {source_version()}"

@@ -114,6 +114,8 @@ def _my_rows(rows: StreamedRows, plan: BatchPlan, start: Position) -> Iterator[t
             for end, index in enumerate(order.tolist()[skipped:], start=skipped + 1):
                 yield prepared[index], Position(passes, number, end)
             number, skipped = number + 1, 0
+            # The next chunk is tokenised without this one in memory.
+            del documents, packing, prepared
         if not number:
             raise DataError(
                 f"rank {plan.rank} of {plan.dp} finds no row in {', '.join(source.path for source in rows.sources)}",

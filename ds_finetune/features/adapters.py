@@ -114,7 +114,7 @@ class FreezeFeature(Feature):
         parameter would be trained, or if a new, randomly initialised score head would be frozen.
         """
         task, family = task_of(run.objective), family_of(hf_config.model_type)
-        freezing = plan_freezing(run.train, read_tensors(hf_config, task).by_name)
+        freezing = plan_freezing(read_tensors(hf_config, task).by_name, only=run.train.only, freeze=run.train.freeze)
         if freezing is None:
             return None
         key = "train.freeze" if run.train.freeze else "train.only"

@@ -2,13 +2,13 @@
 `train.freeze`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from ds_finetune.config.sections import IndexerConfig, LoraConfig, RouterConfig, TrainConfig
+from ds_finetune.config.sections import IndexerConfig, LoraConfig, RouterConfig
 from ds_finetune.errors import ConfigError
 from ds_finetune.families.family import Family, RouterKind
 from ds_finetune.families.layer_rules import hashed_layers, indexed_layers
@@ -147,18 +147,20 @@ def is_reached(name: str, family: Family, indexer: IndexerConfig | None) -> bool
     return indexer is None or indexer.stage != "dense_warmup"
 
 
-def plan_freezing(train: TrainConfig, tensors: Mapping[str, FullTensor]) -> FreezePlan | None:
-    """Divide a model's `tensors` into trained and frozen parameters; None if all are trained. ConfigError if a pattern
-    matches no parameter.
+def plan_freezing(
+    tensors: Mapping[str, FullTensor], *, only: Sequence[str], freeze: Sequence[str]
+) -> FreezePlan | None:
+    """Divide a model's `tensors` into trained and frozen parameters by the patterns of `train.only` and `train.freeze`;
+    None if all are trained. ConfigError if a pattern matches no parameter.
     """
-    if not (train.only or train.freeze):
+    if not (only or freeze):
         return None
     names = parameter_names(tensors)
-    only, freeze = (
+    chosen, frozen = (
         {name for pattern in patterns for name in matching(pattern, names, key=key, what="parameter")}
-        for key, patterns in (("train.only", train.only), ("train.freeze", train.freeze))
+        for key, patterns in (("train.only", only), ("train.freeze", freeze))
     )
-    trained = {name: each for name, each in tensors.items() if name not in freeze and (not only or name in only)}
+    trained = {name: each for name, each in tensors.items() if name not in frozen and (not chosen or name in chosen)}
     return FreezePlan(trained, {name: each for name, each in tensors.items() if name not in trained})
 
 
@@ -192,13 +194,13 @@ class TrainedTensors:
 @lru_cache(maxsize=4096)
 def trained_tensors(
     model: DescribedModel,
-    train: TrainConfig,
+    patterns: tuple[tuple[str, ...], tuple[str, ...]],
     lora: LoraConfig | None,
     router: RouterConfig | None,
     indexer: IndexerConfig,
 ) -> TrainedTensors:
-    """Decide which tensors of a model a run with these sections trains. ConfigError if a pattern of the run file does
-    not fit the model.
+    """Decide which tensors of a model a run with these sections trains. `patterns` are those of `train.only` and of
+    `train.freeze`. ConfigError if a pattern of the run file does not fit the model.
     """
     tensors = model.tensors.by_name
     if lora is not None:
@@ -207,7 +209,8 @@ def trained_tensors(
         full = fully_trained_parameters(tensors, lora, targets)
         adapted, quantised = (_weights_of(each, tensors) for each in (targets, quantised_targets(adaptable, lora)))
         return TrainedTensors(full, full, lora.rank, adapted, quantised)
-    freezing, indexers = plan_freezing(train, tensors), indexer if indexer.train else None
+    freezing = plan_freezing(tensors, only=patterns[0], freeze=patterns[1])
+    indexers = indexer if indexer.train else None
     saved = tensors if freezing is None else freezing.trained
     frozen = () if router is None or router.train else ("router",)
     reached = (name for name in saved if is_reached(name, model.family, indexers))

@@ -135,6 +135,8 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             hint="set data.streaming: false, or write the mixed rows to one file",
         )
     check_files(run.rewards)
+    copies_parts = (run.export.at_end or run.eval.keep_best) and is_composite(config_tree(folder, model))
+    part_notes = check_other_parts(folder) if copies_parts and has_weights(folder) else ()
     kind = RowKind.of(run.objective)
     prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
     stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)
@@ -165,7 +167,7 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
         base=base,
         prompts=prompts,
         notes=(
-            *(check_other_parts(folder) if is_composite(config_tree(folder, model)) and has_weights(folder) else ()),
+            *part_notes,
             *train.notes,
             *held_out_notes,
             *prompts.notes,

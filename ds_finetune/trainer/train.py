@@ -244,8 +244,10 @@ def resolve_on_ranks(config: RunConfig, ranks: JoinedRanks) -> ResolvedRun:
     """Resolve `config` on this rank, and check that versions, precision and kernels are equal on all ranks. Other ranks
     wait for a rank that downloads the model.
     """
-    check_same_versions(ranks)
-    check_same_precision(config.train, ranks)
+    # A rank with another version may not know that the others wait for it, and a rank may hang here.
+    at_once = JoinedRanks(ranks.world, ranks.store)
+    check_same_versions(at_once)
+    check_same_precision(config.train, at_once)
     resolved = resolve_here(config, ranks.world)
     check_same_kernels(resolved.plan.kernels, resolved.plan.device, ranks)
     return resolved

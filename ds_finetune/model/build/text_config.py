@@ -71,8 +71,9 @@ def check_text_part(config: PretrainedConfig, tree: Mapping[str, Any], task: str
 
 
 def check_other_parts(folder: Path) -> tuple[str, ...]:
-    """A note on tensors of the composite model in `folder` that transformers' class does not know. ModelError if the
-    parts for other media lack tensors or have wrong shapes, because transformers would not load an export.
+    """A note on tensors of the composite model in `folder` that transformers' class does not know, or on a package that
+    this class needs and that is not installed. ModelError if the parts for other media lack tensors or have wrong
+    shapes, because transformers would not load an export.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForMultimodalLM._model_mapping[type(config)]
@@ -81,11 +82,14 @@ def check_other_parts(folder: Path) -> tuple[str, ...]:
     how = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
     show_loading_as_phase()
     # transformers' own report would list the complete text part as missing.
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         _, found = kind.from_pretrained(None, config=config, state_dict=stored, **how)
+    except ImportError as error:
+        return (f"the parts for images or sound in {folder} are not checked: {' '.join(str(error).split())}",)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     wrong = differences(
         {name: () for name in found["missing_keys"] if text_name(name) is None}
         | {name: tuple(own) for name, _, own in found["mismatched_keys"]},

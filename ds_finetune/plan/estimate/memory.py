@@ -122,7 +122,8 @@ class RunMemory:
     @property
     def trained(self) -> TrainedTensors:
         """The tensors that the run trains."""
-        return trained_tensors(self.model, self.plan.train, self.plan.lora, self.plan.router, self.plan.indexer)
+        plan, train = self.plan, self.plan.train
+        return trained_tensors(self.model, (train.only, train.freeze), plan.lora, plan.router, plan.indexer)
 
     @property
     def files(self) -> DiskNeed:

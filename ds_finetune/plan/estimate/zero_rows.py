@@ -141,7 +141,8 @@ class RankElements:
     sharded_trained: int
     largest_group: int
     """Sharded elements that the optimizer updates at once, in the largest of its groups: experts divided by
-    `parallel.ep`, multi-token prediction layers, and vectors are separate groups (engine/state/parameter_tags.py).
+    `parallel.ep`, vectors, indexers, and prediction layers with a loss of their own are separate groups
+    (engine/state/parameter_tags.py).
     """
     largest: int
     """Elements of the largest trained tensor."""
@@ -158,11 +159,13 @@ def rank_elements(plan: Plan, trained: TrainedTensors, weights: RankWeights) -> 
     adapters = _adapter_kinds(trained, (plan.mesh.tp, plan.mesh.ep, plan.zero_ranks), weights.layers)
     updated = [*adapters, *(kind for each in weights.kinds if (kind := each.among(trained.full)).count)]
     quantised = [weight.shape for name, weight in trained.quantised.items() if layer_of(name) in weights.layers]
-    groups, packed = Counter[tuple[int, bool, bool]](), sum(map(prod, quantised))
+    groups, packed = Counter[tuple[int, str, bool]](), sum(map(prod, quantised))
+    detached = weights.predictions if plan.mtp.detach else ()
     for kind in updated:
         for name in kind.names:
-            is_vector = len(kind.local) == 1 or name.endswith("bias")
-            groups[kind.sharers, layer_of(name) in weights.predictions, is_vector] += kind.sharded // kind.count
+            loss = "mtp" if layer_of(name) in detached else "indexer" if ".indexer." in name else ""
+            is_vector = len(kind.local) < 2 or name.endswith("bias")
+            groups[kind.sharers, loss, is_vector] += kind.sharded // kind.count
     tensors = (*weights.kinds, *adapters)
     return RankElements(
         tensors=tensors,

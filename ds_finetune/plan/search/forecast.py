@@ -1,7 +1,7 @@
 """Plans a run for machines that need not be available: whether it fits, its memory and its layout."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_finetune.config.units import GIB
@@ -38,7 +38,7 @@ class Forecast:
             yield "GPU", f"{gpu.name}: {gpu.memory_bytes / GIB:,.1f} GiB, {peak} at most"
         yield from plan.decisions
         yield from plan.model_lines(model, self.stages)
-        freezing = plan_freezing(plan.train, model.tensors.by_name)
+        freezing = plan_freezing(model.tensors.by_name, only=plan.train.only, freeze=plan.train.freeze)
         for decided in (plan_routers(plan.router, model), plan_indexer(plan.indexer, model), freezing):
             yield from decided.lines() if decided is not None else ()
         yield "parameters", parameters_text(model)
@@ -95,23 +95,24 @@ def forecast_run(given: RunSettings, target: Target, model: DescribedModel, trac
     check_run(given, model)
     # An illegal layout is refused before activations are traced, because tracing takes seconds.
     stages = Candidates(given, model, target.ranks).check(given).stages
-    run = RunMemory(plan, model, traces, budget=None if target.budget is None else target.budget.device_bytes)
+    run, budget = RunMemory(plan, model, traces), None if target.budget is None else target.budget.device_bytes
     if given.train.activation_checkpointing == AUTO:
-        chosen, reason = chosen_recomputation(run, budget=run.budget)
+        chosen, reason = chosen_recomputation(run, budget=budget)
         plan = plan.with_recomputation(chosen).with_lines(("recomputation", f"{chosen} (auto: {reason})"))
         run = run.with_plan(plan)
     if given.train.micro_batch_size == AUTO:
-        rows, text = _largest_rows(run)
+        rows, text = _largest_rows(run, budget)
         run = run.with_plan(plan.with_rows(rows).with_lines(("micro batch", text)))
     kinds = (kind for stage in run.weights for kind in stage.kinds)
     check_largest_slice(run.plan, ((kind.numel // kind.count, kind.name) for kind in kinds))
+    run = replace(run, budget=budget)
     return Forecast(run, stages, run.estimate(), target)
 
 
-def _largest_rows(run: RunMemory) -> tuple[int, str]:
-    if run.budget is None:
+def _largest_rows(run: RunMemory, budget: int | None) -> tuple[int, str]:
+    if budget is None:
         return 1, "1 (auto: how many rows fit is known with --gpu NAME)"
-    rows = largest_micro_batch(run, budget=run.budget)
+    rows = largest_micro_batch(run, budget=budget)
     if not rows:
         return 1, "1 (auto: not even forwards of one row fit)"
     return rows, f"{rows} (auto: the largest that leaves {SPARE:.0%} of the device free by this estimate)"

@@ -188,6 +188,7 @@ class VllmEngine:
         for prompt, logits in zip(self._prompts, self._engine.logits(self._prompts), strict=True):
             following = torch.tensor(prompt[1:], device=logits.device)[:, None]
             log_probs.append(logits[:-1].log_softmax(dim=-1).gather(1, following).flatten().double().cpu().numpy())
+        del logits, following
         own_log_probs = np.concatenate(log_probs)
         self._attempt(lambda server: self._load(server, folder, own_log_probs))
         if self._engine.is_rank_zero:

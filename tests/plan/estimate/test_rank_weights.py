@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ds_finetune.config.schema import RunConfig
+from ds_finetune.engine.groups.process_groups import Groups
+from ds_finetune.engine.state.parameter_tags import parameter_groups, tag_auxiliary
 from ds_finetune.families.table import FAMILIES, family_of
 from ds_finetune.foreign.auto_configs import AutoConfig
 from ds_finetune.model.build.meta_model import described, layers_of_stages
@@ -237,6 +240,21 @@ def test_adapters_of_experts_are_shared_by_the_ranks_that_hold_them(ep: int) -> 
     assert numbers.trained == sizes[True] // ep + sizes[False]
     assert numbers.sharded_trained == sizes[True] // RANKS + sizes[False] // RANKS
     assert numbers.largest_group == (numbers.sharded_trained if ep == 1 else max(sizes.values()) // RANKS)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_the_largest_group_is_that_of_the_optimizer(detach: bool) -> None:
+    """With `mtp.detach` a prediction layer has a loss, and so an optimizer group, of its own."""
+    tree = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
+    model, (_, plan) = described_tree(tree, mtp_layers=1), run_of({}, mtp={"train": True, "detach": detach})
+    memory, trained = memory_of(plan, model), nn.ParameterDict()
+    for name, tensor in model.tensors.by_name.items():
+        trained[name.replace(".", "|")] = parameter = nn.Parameter(torch.empty(tensor.shape, device="meta"))
+        if detach and name.startswith(f"model.layers.{tree['num_hidden_layers']}."):
+            tag_auxiliary(parameter, "mtp")
+    groups = parameter_groups(trained, plan, Groups(None, None, None, None, None))
+    numbers = rank_elements(plan, memory.trained, memory.weights[0])
+    assert numbers.largest_group == max(sum(-(-p.numel() // RANKS) for p in group["params"]) for group in groups)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
