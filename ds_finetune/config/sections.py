@@ -313,7 +313,7 @@ class CheckpointConfig(Section):
     """Whether to keep the checkpoint with the lowest eval loss besides the newest ones."""
     max_failed: int = Field(default=3, ge=1)
     """The run ends with an error if this many checkpoints in a row, or its last one, cannot be written."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """What a start resumes from: `auto` is the newest complete checkpoint of `output_dir`; `never` starts from the
     beginning; any other value is the folder of a run or checkpoint, used until this run has saved a checkpoint.
     """

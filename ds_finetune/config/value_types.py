@@ -101,6 +101,7 @@ def _as_weighted(value: object) -> object:
             raise ValueError(
                 f"it should be files, or a mapping of files to weights above 0, and `{path}` has the weight {weight!r}"
             )
+        _check_path(path)
     if not value:
         raise ValueError("the mapping is empty: name files with weights, as in `{new.txt: 0.9, old.txt: 0.1}`")
     return value
@@ -120,6 +121,8 @@ def _as_sets(value: object) -> object:
         is_list = isinstance(paths, list | tuple) and all(isinstance(path, str) for path in paths)
         if not is_list or (isinstance(value, dict) and not paths):
             raise ValueError("it should be files, or a mapping of names to files")
+        for path in paths if isinstance(value, dict) else ():
+            _check_path(path)
     _check_shares([path for paths in sets.values() for path in paths], is_alone=not isinstance(value, dict))
     return sets if isinstance(value, dict) else sets[""]
 
@@ -175,8 +178,8 @@ def _check_micro_batch(value: object) -> object:
 
 MicroBatchSize = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_check_micro_batch)]
 PathText = Annotated[str, AfterValidator(_check_path)]
-WeightedPaths = Annotated[tuple[PathText, ...] | dict[PathText, float], BeforeValidator(_as_weighted)]
-HeldOutPaths = Annotated[tuple[PathText, ...] | dict[str, tuple[PathText, ...]], BeforeValidator(_as_sets)]
+WeightedPaths = Annotated[tuple[PathText, ...] | dict[str, float], BeforeValidator(_as_weighted)]
+HeldOutPaths = Annotated[tuple[PathText, ...] | dict[str, tuple[str, ...]], BeforeValidator(_as_sets)]
 DurationText = Annotated[str, BeforeValidator(lambda text: str(Duration.parse(str(text))))]
 
 

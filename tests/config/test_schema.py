@@ -177,6 +177,7 @@ def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path: Path) ->
     [
         *("deepspeed={}", "model.path={}", "model.tokenizer={}", "data.train=data/{}.jsonl", "data.train={{{}: 0.5}}"),
         *("data.eval={{new: {}}}", "data.template={}", "lora.start={}", "objective={{name: distill, teacher: {}}}"),
+        "checkpoint.resume={}",
     ],
 )
 def test_a_path_that_no_file_can_have_is_refused(override: str) -> None:
@@ -184,6 +185,8 @@ def test_a_path_that_no_file_can_have_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match="no file or folder can have this name") as caught:
         read_config(yaml.safe_load(MINIMAL), [override.format("\xe9" * 128)])
     assert override.partition("=")[0] in caught.value.message
+    assert "it should be" not in caught.value.message
+    assert "run-file.md" not in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["~/runs/x", "$HOME/runs", "/data/${USER}/x"])
