@@ -69,7 +69,7 @@ def _convert(path: Path, arguments: Arguments) -> None:
 
     file, out = read_other_file(path), Path(arguments.out)
     options = {**({"model": arguments.model} if arguments.model else {}), **file.words}
-    done = ConvertedRun(file.program, options, arguments.ranks or file.ranks or 1)
+    done = ConvertedRun(file.program, options, arguments.ranks or file.ranks)
     write_run_file(out, done.text(str(path)))
     counts = Counter(outcome for outcome, _ in done.outcomes.values())
     texts = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("taken", "default", "not available"))

@@ -66,9 +66,11 @@ texts.
 class ConvertedRun:
     """A run file converted from another trainer's file, with the origin of each key that the run file has."""
 
-    def __init__(self, program: Program, words: Mapping[str, object], ranks: int) -> None:
-        self.program, self.ranks = program, ranks
-        self.words = dict(_flattened(words))
+    def __init__(self, program: Program, words: Mapping[str, object], ranks: int | None) -> None:
+        self.program, self.ranks = program, ranks or 1
+        self.given = dict(_flattened(words))
+        self.words = {word: value for word, value in self.given.items() if not _not_known(word, value)}
+        """Keys of the other file whose values are known; `given` also has those that a shell or a loader computes."""
         self.tree: dict[str, Any] = {"model": FILL_IN, "data": {"train": [FILL_IN]}, "output_dir": FILL_IN}
         self.origins: dict[str, str] = {}
         """Source of each run-file key's value: a key and value of the other file, or the other trainer's default."""
@@ -77,14 +79,9 @@ class ConvertedRun:
         self.to_fill: dict[str, str] = {}
         """Run-file keys whose values the user has to write, each with the reason."""
         self._take_objective()
+        self._leave_open(has_ranks=bool(ranks))
         for word, value in self.words.items():
             self._check_number(word, value)
-            if _is_computed(value):
-                hint = "; give the number by --ranks" if word in _RANKS else ""
-                self.outcomes[word] = (
-                    "not available",
-                    f"the shell or a loader computes it, which is not done here{hint}",
-                )
         adapters = program.of_lora if self._take_adapters() else {}
         methods = (program.of_objective.get(name) for name in (self.method, self.objective.name))
         self.defaults = {**program.defaults, **adapters, **next(filter(None, methods), {})}
@@ -103,8 +100,17 @@ class ConvertedRun:
             if key not in self.origins:
                 names = ", ".join(self._words_of(key))
                 self.to_fill[key] = f"{names} is not converted" if names else f"the file of {program.name} names none"
-        assert self.words.keys() <= self.outcomes.keys(), self.words.keys() - self.outcomes.keys()
+        assert self.given.keys() <= self.outcomes.keys(), self.given.keys() - self.outcomes.keys()
         self.config = validate_tree(self.tree, {}, "the run file")
+
+    def _leave_open(self, *, has_ranks: bool) -> None:
+        hint = "the number of ranks is not known; give the number by --ranks"
+        for word in [word for word in self.given if word not in self.words]:
+            needs_ranks = word in _RANKS and not has_ranks
+            self.outcomes[word] = "not available", _not_known(word, self.given[word]) + f", and {hint}" * needs_ranks
+            if needs_ranks:
+                key = "rollout.prompts_per_step" if is_grpo(self.objective) else "train.global_batch_size"
+                self.to_fill[key] = f"1 rank is assumed: {hint}"
 
     def _check_number(self, word: str, value: object) -> None:
         key, match = self._key(word), _MISWRITTEN.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -124,7 +130,7 @@ class ConvertedRun:
         raise ConfigError(f"`{word}` is `{value}`, which is not a number", hint=f"write {number}")
 
     def _take_defaults(self) -> None:
-        asked = {self._key(word) for word, value in self.words.items() if not _is_off(value)}
+        asked = {self._key(word) for word, value in self.given.items() if not _is_off(value)}
         before = dict(self.outcomes)
         for word, value in self.defaults.items():
             if value is not None and self._key(word) not in {*asked, *self.origins, *_BATCH}:
@@ -200,15 +206,19 @@ class ConvertedRun:
             self.to_fill["objective"] = (
                 f"a file of {self.program.name} does not say it, but its command does: sft is assumed"
             )
+        if computed := [each for each in self.given if each not in self.words and KEY_OF.get(each) == "objective"]:
+            self.to_fill["objective"] = f"{computed[0]} is not converted: {name} is assumed"
         if self.method == "gkd":
             self.to_fill["objective"] = "gkd samples answers and mixes two divergences; distill uses the forward one"
         for each in [*words, *([word] if word == "reward_model" else [])]:
             self.outcomes[each] = "taken", "objective"
 
     def _is_plain_text(self) -> bool:
-        sets = self.words.get("datasets")
-        kinds = {_entry(each).get("type") for each in sets} if isinstance(sets, list) else set()
-        return bool(self.words.get("pretraining_dataset")) or (bool(kinds) and kinds <= {*_PLAIN_TYPES})
+        sets = self.given.get("datasets")
+        kinds = [_entry(each).get("type") for each in sets] if isinstance(sets, list) else []
+        return bool(self.given.get("pretraining_dataset")) or (
+            bool(kinds) and all(kind in _PLAIN_TYPES for kind in kinds)
+        )
 
     def _take_adapters(self) -> bool:
         given = {word: value for word, value in self.words.items() if KEY_OF.get(word) == "lora"}
@@ -220,22 +230,29 @@ class ConvertedRun:
             else:
                 outcome: Outcome = "default" if _is_off(value) else "not available"
                 self.outcomes[word] = outcome, "adapters are those of LoRA; without `lora` all weights are trained"
-        if not given and self.program.trains_adapters:
+        if self.program.trains_adapters and not any(KEY_OF.get(word) == "lora" for word in self.given):
             self.tree["lora"], self.origins["lora"] = {}, self.text_of()
         return "lora" in self.tree
 
     def _take_rows(self) -> None:
+        parts = [word for word in ("dataset_name", "dataset_config", "dataset_train_split") if word in self.given]
+        computed = [word for word in parts if word not in self.words]
+        if computed:
+            reason = f"rows are named with {computed[0]}, which is not known"
+            self.outcomes |= {word: ("not available", reason) for word in parts if word in self.words}
         for word, value in self.words.items():
             key = KEY_OF.get(word)
-            if word == "dataset_dir" or not value or not isinstance(value, str | list) or _is_computed(value):
+            if word == "dataset_dir" or word in self.outcomes or not value or not isinstance(value, str | list):
                 continue
             if key in ("data.train", "data.eval"):
                 entries = value.split(",") if isinstance(value, str) else value
                 self._take(key, [self._source(word, entry, is_only=len(entries) == 1) for entry in entries], word)
         for word in ("dataset_dir", "dataset_config", "dataset_train_split", "dataset_test_split"):
             if self.words.get(word):
-                self.outcomes[word] = "taken", "data.train and data.eval"
-        if "dataset_name" in self.words and self.words.get("eval_strategy") not in (None, "no", False):
+                self.outcomes.setdefault(word, ("taken", "data.train and data.eval"))
+        has_split = ("dataset_test_split" in self.words) == ("dataset_test_split" in self.given)
+        is_known = "dataset_name" in self.words and not computed and has_split
+        if is_known and self.words.get("eval_strategy") not in (None, "no", False):
             held_out = self._named_split("dataset_test_split", "test")
             self._take("data.eval", [held_out], origin=self.text_of("eval_strategy"))
 
@@ -274,18 +291,18 @@ class ConvertedRun:
         return ":".join(part for part in (path, subset, split or (subset and "train")) if part)
 
     def _take_batch(self) -> None:
-        mine = {word: self._key(word) for word, value in self.words.items() if value is not None}
+        mine = {word: self._key(word) for word, value in self.given.items() if value is not None}
         mine = {word: key for word, key in mine.items() if key in _BATCH}
-        self.outcomes |= {word: ("taken", key) for word, key in mine.items()}
+        self.outcomes |= {word: ("taken", key) for word, key in mine.items() if word in self.words}
         totals = [w for w, key in mine.items() if key == "train.global_batch_size" and w not in _ACCUMULATION]
         micros = [word for word, key in mine.items() if key == "train.micro_batch_size"]
-        micro = self.words[micros[0]] if micros else self.defaults["per_device_train_batch_size"]
+        micro = self.given[micros[0]] if micros else self.defaults["per_device_train_batch_size"]
         dp = max(1, self.ranks // math.prod(self._size(f"parallel.{axis}", 1) for axis in ("tp", "pp", "sp")))
-        given = next((self.words[word] for word in _ACCUMULATION if self.words.get(word)), None)
+        given = next((self.given[word] for word in _ACCUMULATION if self.given.get(word)), None)
         accumulation = given or self.defaults["gradient_accumulation_steps"]
         if isinstance(micro, int) and accumulation == PER_16_ROWS:
             accumulation = math.ceil(16 / max(micro, 1) / dp)
-        rows, origin = self.words[totals[0]] if totals else None, self.text_of(*totals)
+        rows, origin = self.given[totals[0]] if totals else None, self.text_of(*totals)
         if isinstance(rows, int):
             rows, accumulation = rows * (dp if totals == ["batch_size"] else 1), 1
         elif isinstance(micro, int) and isinstance(accumulation, int):
@@ -295,7 +312,11 @@ class ConvertedRun:
             )
         if not isinstance(rows, int) or not isinstance(accumulation, int):
             self.to_fill["train.global_batch_size"] = f"a forward has {micro} rows, accumulation is {accumulation}"
-            self.outcomes |= {word: ("not available", "the rows of a step do not follow from it") for word in mine}
+            self.outcomes |= {
+                word: ("not available", "the rows of a step do not follow from it")
+                for word in mine
+                if word in self.words
+            }
             return
         self._take("train.micro_batch_size", micro, origin=self.text_of(*micros))
         if not is_grpo(self.objective):
@@ -383,7 +404,7 @@ class ConvertedRun:
         return "model.path" if key == "model" else key or ""
 
     def _words_of(self, key: str) -> list[str]:
-        return [word for word, value in self.words.items() if value is not None and self._key(word) == key]
+        return [word for word, value in self.given.items() if value is not None and self._key(word) == key]
 
     def _number(self, name: str, default: float) -> float:
         for words in (self.words, self.defaults):
@@ -397,7 +418,7 @@ class ConvertedRun:
 
     def text_of(self, *words: str) -> str:
         """Keys of the other file, with their values, as a comment of the run file names them."""
-        texts = (f"{word}: {_short(self.words[word])}" if word in self.words else word for word in words if word)
+        texts = (f"{word}: {_short(self.given[word])}" if word in self.given else word for word in words if word)
         return ", ".join(texts) or f"default of {self.program.name}"
 
 
@@ -439,8 +460,20 @@ def _is_off(value: object) -> bool:
 
 def _is_computed(value: object) -> bool:
     """Whether a value is or has an expression, such as `$LR`, `$((64 / N))`, `${oc.env:X}` or a command's output."""
-    texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
-    return any(_COMPUTED.search(text) for text in texts)
+    if isinstance(value, Mapping):
+        # No shell reads a mapping of a YAML file, whose prompts may have backticks and prices.
+        return bool(re.search(r"\$[a-zA-Z_{]", str(value)))
+    if isinstance(value, list):
+        return any(map(_is_computed, value))
+    return isinstance(value, str) and bool(_COMPUTED.search(value))
+
+
+def _not_known(word: str, value: object) -> str:
+    """Why the value of a key cannot be read from the other file; empty if it can."""
+    if _is_computed(value):
+        return "the shell or a loader computes it, which is not done here"
+    is_number = word not in _RANKS or value is None or str(value).isdecimal()
+    return "" if is_number else "it is not a whole number"
 
 
 def _entry(value: object) -> dict[str, Any]:
@@ -451,7 +484,7 @@ def _duration(self: ConvertedRun, word: str, value: object) -> object:
     if value_of(word, 1, "train.for") == "1 steps":
         return f"{value} steps" if not _is_off(value) else None
     for other in self._words_of("train.for"):
-        if other != word and value_of(other, 1, "train.for") == "1 steps" and not _is_off(self.words[other]):
+        if other != word and value_of(other, 1, "train.for") == "1 steps" and not _is_off(self.given[other]):
             self.outcomes[word] = "default", f"{other} counts"
             return None
     return f"{value} epochs"
@@ -476,7 +509,7 @@ def _last_rate(self: ConvertedRun, word: str, value: object) -> object:
 
 
 def _warmup(self: ConvertedRun, word: str, value: object) -> object:
-    schedulers = [self.words[other] for other in self._words_of("optim.lr_scheduler")]
+    schedulers = [self.given[other] for other in self._words_of("optim.lr_scheduler")]
     if value and schedulers and schedulers[0] == "constant":
         self.outcomes[word] = "default", "the scheduler `constant` has no warm-up"
         return None
@@ -609,7 +642,7 @@ def _from_script(text: str, path: Path) -> OtherFile:
             hint="keep one of them in the file" if commands_found else f"give {_ACCEPTED}",
         )
     program, match = commands_found[0]
-    options, files = _options(lines[match.end() :].partition("\n")[0])
+    options, files, computed = _options(lines[match.end() :].partition("\n")[0])
     before = {
         name: value[0] if isinstance(value, list) else value
         for name, value in _options(match["before"], may_repeat=True)[0].items()
@@ -628,8 +661,9 @@ def _from_script(text: str, path: Path) -> OtherFile:
     if trainer and not {*objectives} - {"causal_lm"}:
         words["trainer"] = _objective_of(trainer)
     given = {key: str(before[key]) for key in _RANKS if key in before}
-    words |= {key: number for key, number in given.items() if _is_computed(number)}
-    is_known = given and all(number.isdecimal() for number in given.values())
+    words |= {computed: computed} if computed else {}
+    words |= {key: number for key, number in given.items() if _not_known(key, number)}
+    is_known = given and not any(_not_known(key, number) for key, number in given.items())
     return OtherFile(program, words, math.prod(map(int, given.values())) if is_known else None)
 
 
@@ -651,12 +685,14 @@ def _objective_of(trainer: str) -> str:
     return "dpo" if trainer == "rlhf" else next((n for n in names if n in {*OBJECTIVES, *MEANT, *SAMPLING}), trainer)
 
 
-def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object], list[str]]:
-    """Parse a shell command: its options and variable assignments by name, and the YAML or JSON files before them.
+def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object], list[str], str]:
+    """Parse a shell command: its options and variable assignments by name, the YAML or JSON files before them, and the
+    expressions that the shell computes which are not the value of an option.
 
     ConfigError if an option is given twice, unless it `may_repeat`, as options of `mpirun` do.
     """
-    options, files, values = dict[str, list[str]](), list[str](), list[str]()
+    options, files, computed = dict[str, list[str]](), list[str](), list[str]()
+    values, key = computed, ""
     try:
         tokens = shlex.split(text)
     except ValueError as wrong:
@@ -675,13 +711,20 @@ def _options(text: str, *, may_repeat: bool = False) -> tuple[dict[str, object],
             if token.startswith("--") and key in options and not may_repeat:
                 raise ConfigError(f"the training command gives `{name}` twice", hint=f"keep one `{name}`")
             options[key] = values
-        elif options:
-            values.append(token)
-        elif token.endswith((".yaml", ".yml", ".json")):
+        elif not options and token.endswith((".yaml", ".yml", ".json")):
             files.append(token)
+        elif options and not (len(values) == 1 and _is_computed(token) and not _takes_several(key)):
+            values.append(token)
         elif _is_computed(token):
-            options[token] = [token]
-    return {name: _value(values) for name, values in options.items()}, files
+            # The words up to the next option may belong to the expression: `$(seq 1 2)` is three.
+            values = computed
+            values.append(token)
+    return {name: _value(values) for name, values in options.items()}, files, " ".join(computed)
+
+
+def _takes_several(word: str) -> bool:
+    is_list = KEY_OF.get(word) in (*_LISTS, "data.train", "data.eval") and word != "dataset_name"
+    return is_list or word.endswith("target_modules")
 
 
 def _value(values: list[str]) -> object:

@@ -450,6 +450,121 @@ def test_what_a_shell_computes_is_left_open(
         assert f"fill in: {key}: " in said
 
 
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("llamafactory-cli train $EXTRA c.yaml", "stage: sft\nmodel_name_or_path: m\ndataset: a/b\n"),
+        ("axolotl train ${1:-} c.yaml", "base_model: m\nsequence_len: 8\ndatasets: [{path: a/b}]\n"),
+    ],
+)
+def test_a_file_after_an_expression_is_read(
+    command: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(file)
+    run, _ = converted(f"{command}\n", tmp_path)
+    assert (run.model.path, run.data.train) == ("m", ("a/b",))
+    expression = command.split()[2]
+    assert f"not available: {expression}: " in capsys.readouterr().out
+
+
+TRL_SFT = "trl sft --model_name_or_path m --dataset_name a/b"
+NO_NUMBER = "the number of ranks is not known; give the number by --ranks"
+
+
+@pytest.mark.parametrize(
+    ("options", "word", "batch"),
+    [
+        ("--nnodes=1:4 --nproc_per_node=8", "nnodes: '1:4'", 8),
+        ("--nnodes=2 --nproc_per_node=gpu", "nproc_per_node: gpu", 8),
+        ("--nnodes=2 --nproc_per_node=$N", "nproc_per_node: $N", 8),
+        ("--nnodes=2 --nproc_per_node=4", "", 64),
+    ],
+)
+def test_a_number_of_ranks_that_is_not_known_is_said(
+    options: str, word: str, batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A forward of TRL has 8 rows. With --ranks nothing asks for it."""
+    script = f"torchrun {options} trl/scripts/sft.py --model_name_or_path m --dataset_name a/b\n"
+    run, text = converted(script, tmp_path)
+    said = " ".join(capsys.readouterr().out.split())
+    assert run.train.global_batch_size == batch
+    assert (NO_NUMBER in said, f"# FILL IN train.global_batch_size: 1 rank is assumed: {NO_NUMBER}" in text) == (
+        bool(word),
+        bool(word),
+    )
+    assert f"not available: {word}" in said or not word
+    run, text = converted(script, tmp_path, "--ranks", "16")
+    said = " ".join(capsys.readouterr().out.split())
+    assert run.train.global_batch_size == 128
+    assert f"not available: {word}" in said or not word
+    assert "--ranks" not in said + text
+    assert "FILL IN" not in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--dataset_config $SUB --dataset_train_split train",
+        "--dataset_config main --dataset_train_split $SPLIT",
+        "--dataset_config $SUB --eval_strategy steps",
+    ],
+)
+def test_rows_of_a_split_that_a_shell_computes_are_left_open(
+    options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, text = converted(f"{TRL_SFT} {options}\n", tmp_path)
+    assert (run.data.train, run.data.eval) == (("FILL_IN",), ())
+    assert "# FILL IN data.train: dataset_name is not converted" in text
+    said = capsys.readouterr().out
+    for word in ("dataset_name: a/b", *re.findall(r"dataset_\w+ \$\w+", options)):
+        assert f"not available: {word.replace(' $', ': $')} (" in said
+
+
+def test_held_out_rows_of_a_split_that_a_shell_computes_are_left_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = converted(f"{TRL_SFT} --eval_strategy steps --dataset_test_split $SPLIT\n", tmp_path)
+    assert (run.data.train, run.data.eval) == (("a/b",), ())
+    assert "not available: dataset_test_split: $SPLIT (" in capsys.readouterr().out
+    run, _ = converted(f"{TRL_SFT} --eval_strategy steps --dataset_test_split held\n", tmp_path)
+    assert run.data.eval == ("a/b:held",)
+
+
+def test_data_sets_that_a_loader_computes_are_left_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = "[{path: c/d}, {path: '${DATA}', type: completion}]"
+    run, text = converted(f"base_model: m\nsequence_len: 8\ndatasets: {sets}\n", tmp_path)
+    assert run.data.train == ("FILL_IN",)
+    assert "# FILL IN data.train: datasets is not converted" in text
+    assert "not available: datasets: " in capsys.readouterr().out
+    run, _ = converted("base_model: m\nsequence_len: 8\ndatasets: [{path: c/d, type: {format: 'Use `x`'}}]\n", tmp_path)
+    assert run.data.train == ("c/d",)
+
+
+def test_an_objective_that_a_shell_computes_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, text = converted("swift rlhf --rlhf_type $T --model m --dataset a/b\n", tmp_path)
+    assert run.objective.name == "sft"
+    assert "# FILL IN objective: rlhf_type is not converted: sft is assumed" in text
+    assert "not available: rlhf_type: $T (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", ["${@:2}", "$(more args)", "$A ${B[@]}"])
+def test_expressions_after_a_value_are_no_part_of_it(
+    more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = converted(f"{TRL_SFT} --output_dir o {more} --seed 3\n", tmp_path)
+    assert (run.output_dir, run.train.seed) == ("o", 3)
+    assert f"not available: {more}: " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_list_with_an_expression_is_left_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its other parts alone are another list."""
+    run, _ = converted("swift sft --model m --dataset a/b $MORE --target_modules q_proj ${MORE}\n", tmp_path)
+    assert run.data.train == ("FILL_IN",)
+    said = capsys.readouterr().out
+    assert "not available: dataset: [a/b, $MORE] (" in said
+    assert "not available: target_modules: [q_proj, " in said
+
+
 def test_rows_of_several_data_sets_are_counted_otherwise_and_not_taken(tmp_path: Path) -> None:
     """LLaMA-Factory's max_samples and ms-swift's #N count rows of each data set (LLaMA-Factory data/loader.py:157)."""
     lines = "stage: sft\nmodel_name_or_path: m\nmax_samples: 50\ndataset: "
