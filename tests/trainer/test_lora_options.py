@@ -127,6 +127,7 @@ def test_an_adapter_with_nan_is_refused_before_the_first_step(
     printed = capsys.readouterr()
     assert f"tensor `{key}` of {adapter} holds NaN or infinity" in printed.err
     assert "step 1" not in printed.out
+    assert "not known" not in printed.out, "memory is traced without the values of the adapter"
 
 
 def test_settings_and_tensors_of_modules_to_save_that_disagree_are_refused(

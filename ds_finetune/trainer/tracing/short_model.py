@@ -60,20 +60,32 @@ class ShortModel:
     """Context with a run's model on fake tensors, reduced to two layers of each kind, and with rows for a forward."""
 
     def __init__(self, plan: Plan, model: ModelPlan, *, is_full: bool = False) -> None:
-        self._plan, self._stack, self._is_full = plan, ExitStack(), is_full
+        self._plan, self._is_full = plan, is_full
         # The short model has layers of all stages, so pipeline ranks become data parallel ranks here. At ZeRO stage 0
         # its weights are not partitioned.
         mesh = Mesh(0, plan.mesh.dp * plan.mesh.pp, sp=plan.mesh.sp, tp=plan.mesh.tp, ep=plan.mesh.ep)
         tiles = mlp_tiles(model.hf_config.to_dict()) if plan.train.tiled_mlp else 1
         unpartitioned = plan.deepspeed_config | {"zero_optimization": plan.zero | {"stage": 0}}
         self._arranged = replace(plan, mesh=mesh, deepspeed_config=unpartitioned)
-        self._model = replace(model, stages=(None,), mlp_tiles=tiles)
+        own = dict(model.features)
+        if model.lora is not None:
+            # Fake tensors cannot take the values of the adapter from which training starts.
+            section = model.lora.section.model_copy(update={"start": None})
+            own["adapters"] = replace(model.lora, section=section)
+        self._model = replace(model, stages=(None,), mlp_tiles=tiles, features=own)
         self.recorder = Recorder()
         self.teacher: HiddenStates | None = None
 
     def __enter__(self) -> "ShortModel":
-        self._stack.enter_context(fake_tensors())
-        self._stack.enter_context(stand_ins(self._plan.device, self.recorder))
+        # If the model cannot be built, the stack closes: else all tensors of this process would be fake from here on.
+        with ExitStack() as stack:
+            self._build(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _build(self, stack: ExitStack) -> None:
+        stack.enter_context(fake_tensors())
+        stack.enter_context(stand_ins(self._plan.device, self.recorder))
         plan, model, mesh = self._arranged, self._model, self._arranged.mesh
         features = features_of(model, plan)
         groups = Groups(
@@ -85,7 +97,7 @@ class ShortModel:
         )
         parts = RankParts(HeadGroups(groups.tensor, groups.sequence), torch.device("cpu"), self._teacher)
         for feature in features:
-            self._stack.enter_context(feature.open(parts))
+            stack.enter_context(feature.open(parts))
         self.lm = lm = build_modules(replace(plan, device="cpu"), model, groups)
         install_groups(lm, model, groups)
         placement = placement_of(lm, plan, groups)
@@ -111,7 +123,6 @@ class ShortModel:
         self.numbers = StepNumbers(number.expand(terms).clone(), number)
         for param in self.trained.parameters():
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

@@ -19,6 +19,7 @@ from ds_finetune.plan.plan import Plan, make_plan
 from ds_finetune.plan.settings import RunSettings
 from ds_finetune.system.world import World
 from ds_finetune.trainer.resolve import with_chunked_loss
+from ds_finetune.trainer.tracing import short_model
 from ds_finetune.trainer.tracing.activations import trace
 from ds_finetune.trainer.tracing.cache import Traces
 from tests.features.toy_feature import ToyFeature
@@ -235,3 +236,16 @@ def test_a_process_computes_as_before_after_a_trace(tmp_path: Path) -> None:
     trace(plan, model)
     assert torch.zeros(2).sum().item() == 0
     assert model.stages == (None,)
+
+
+def test_tensors_are_real_after_a_model_that_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is kept, as loggers keep it: its traceback must not hold the context open (on Python 3.12 it did)."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not built")
+
+    monkeypatch.setattr(short_model, "build_modules", fail)
+    with pytest.raises(ValueError, match="not built") as kept:
+        short_model.ShortModel(*planned(tmp_path, TEACHER)).__enter__()
+    assert type(torch.ones(1)) is torch.Tensor
+    assert kept.tb is not None
