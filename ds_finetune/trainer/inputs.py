@@ -37,6 +37,7 @@ from ds_finetune.model.weights.load import weights_digest
 from ds_finetune.model.weights.vocabulary import untrained_rows
 from ds_finetune.objectives.rewards.pool import check_files
 from ds_finetune.objectives.rewards.worker import needs_of
+from ds_finetune.plan.config_json import read_config_json
 from ds_finetune.plan.context import extend_tree
 from ds_finetune.plan.model_tensors import EMBEDDING
 from ds_finetune.plan.settings import RunSettings
@@ -115,6 +116,8 @@ class RunInputs:
 def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
     """Read the tokenizer, and tokenise the data. ModelError, DataError or ConfigError if they are invalid."""
     folder = resolve_folder(run.model.path)
+    copies_parts = (run.export.at_end or run.eval.keep_best) and is_composite(read_config_json(str(folder)))
+    part_notes = check_other_parts(folder) if copies_parts and has_weights(folder) else ()
     tokenizer_folder = resolve_folder(run.model.tokenizer) if run.model.tokenizer else folder
     tokenizer = load_tokenizer(str(tokenizer_folder))
     if tokenizer_folder != folder:
@@ -135,8 +138,6 @@ def read_inputs(run: RunSettings, model: ModelPlan) -> RunInputs:
             hint="set data.streaming: false, or write the mixed rows to one file",
         )
     check_files(run.rewards)
-    copies_parts = (run.export.at_end or run.eval.keep_best) and is_composite(config_tree(folder, model))
-    part_notes = check_other_parts(folder) if copies_parts and has_weights(folder) else ()
     kind = RowKind.of(run.objective)
     prepare = partial(prepare_rows, tokenizer=tokenizer, limits=limits, kind=kind)
     stream = partial(open_stream, tokenizer=tokenizer, limits=limits, kind=kind)
