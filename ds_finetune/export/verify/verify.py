@@ -255,7 +255,7 @@ def _compare(folder: Path, record: ExportRecord, loaded: LoadedFolder, base: Pat
     text, unexpected = text_tree(config), []
     for key in (key for key in loaded.report["unexpected_keys"] if key not in base_tensors):
         # Tensors that the model class ignores, e.g. of a multi-token prediction layer, are not reported. Those of parts
-        # other than text, which transformers may have renamed, have been compared with the base.
+        # other than text, which transformers may have renamed, are compared with the base where it is a folder.
         is_other = is_composite(config) and text_name(key) is None
         if not is_other and not family_of(str(text.get("model_type"))).may_skip(
             key, layers=text.get("num_hidden_layers", MAX_LAYERS)
