@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers import AutoConfig, AutoModelForMultimodalLM, Gemma3ForConditionalGeneration
 
 from ds_finetune import read_config, train
 from ds_finetune.cli.main import main
@@ -19,6 +19,7 @@ from ds_finetune.errors import ModelError
 from ds_finetune.export.load import load_exported
 from ds_finetune.families.text_part import text_name
 from ds_finetune.model.build.skeleton import read_hf_config
+from ds_finetune.model.build.text_config import check_other_parts
 from tests.composites import CONFIGS, composite_task, published_tensors
 from tests.running import metrics, resume_on_two_ranks, start, torchrun
 
@@ -142,6 +143,20 @@ def test_a_folder_keeps_the_tensors_that_transformers_saved(tmp_path: Path) -> N
     for part in (*trained, "shared_experts.gate_up_proj"):
         assert not any(part in key for key in kept if text_name(key)), part
     assert kept >= {key for key in base if text_name(key) is None or ".mtp." in key or ".indexer." in key}
+
+
+def test_a_package_that_other_parts_need_and_that_is_missing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As towers of timm do in transformers, without timm: their text part trains all the same."""
+    composite_task("gemma3", tmp_path)
+
+    def needs_timm(*_: Any, **__: Any) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library")
+
+    monkeypatch.setattr(Gemma3ForConditionalGeneration, "__init__", needs_timm)
+    (note,) = check_other_parts(tmp_path / "model")
+    assert note.endswith("are not checked: TimmWrapperModel requires the timm library")
 
 
 @pytest.mark.parametrize(
