@@ -1,9 +1,11 @@
 """Streaming: ranks see different rows, each pass has them all, and no rank runs out."""
 
 import json
+import weakref
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -79,6 +81,25 @@ def test_nothing_is_read_before_it_is_needed(
     assert len(list(islice(endless, 2))) == 2
     with pytest.raises(DataError, match="line 21 column 2 is not JSON"):
         next(endless)
+
+
+def test_a_chunk_is_released_before_the_next_is_tokenised(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, alive = list[weakref.ref[Any]](), list[int]()
+    tokenise = streaming.tokenise_records
+
+    def counted(*given: Any) -> Any:
+        alive.append(sum(each() is not None for each in made))
+        documents, counts = tokenise(*given)
+        made.append(weakref.ref(documents))
+        return documents, counts
+
+    monkeypatch.setattr(streaming, "RECORDS_AT_A_TIME", 8)
+    monkeypatch.setattr(streaming, "tokenise_records", counted)
+    batches(write(tmp_path / "t.jsonl", 64), tokenizer, rank=0, dp=1, steps=8)
+    assert len(alive) == 1 + 64 // 8, "the first call samples rows to report on"
+    assert not any(alive)
 
 
 def test_fewer_rows_than_ranks_is_an_error_not_a_hang(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
