@@ -22,6 +22,13 @@ from tests.trainer.test_lora import LORA, task
 OPTIONS: dict[str, Any] = {**LORA, "rslora": True, "modules_to_save": ["lm_head", r".*\.0\.input_layernorm"]}
 
 
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process are those of one rank."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, and in `next` a run file that trains its adapter further."""
@@ -84,19 +91,15 @@ def test_training_begins_with_the_adapter_and_what_was_trained_whole(finished: P
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
-    override: str, said: str, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    override: str, said: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     assert main(["train", str(finished / "next.yaml"), override, "checkpoint.resume=never"]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_adapter_of_another_base_is_refused(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     other = Path(shutil.copytree(finished / "model", tmp_path / "other"))
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(other)).float().save_pretrained(other)
@@ -112,10 +115,8 @@ def test_an_adapter_of_another_base_is_refused(
 
 
 def test_an_adapter_with_nan_is_refused_before_the_first_step(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     adapter = Path(shutil.copytree(finished / "run" / "adapter", tmp_path / "adapter"))
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as file:
         metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -131,11 +132,9 @@ def test_an_adapter_with_nan_is_refused_before_the_first_step(
 
 
 def test_settings_and_tensors_of_modules_to_save_that_disagree_are_refused(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of lm_head, which peft would take from the base with a warning, or ignore: as a start and for an export."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     adapter = Path(shutil.copytree(finished / "run" / "adapter", tmp_path / "adapter"))
     tensors = load_file(adapter / "adapter_model.safetensors")
     head = {key: tensors[key] for key in tensors if "lm_head" in key}
@@ -176,9 +175,6 @@ def test_what_is_not_tested_is_refused(
     said: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     assert main(["train", str(task(tmp_path)), *overrides]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
